@@ -1,4 +1,4 @@
-"""Batches of samples as a click model takes them: to train on, to choose the best step by, and to test with."""
+"""Batches of samples for a click model: to train on, to choose the best step by, and to test with."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ AT_ONCE = 4096
 
 
 class ClickBatch(NamedTuple):
-    """B samples."""
+    """Batch of B samples."""
 
     ids: Mapping[str, Any]
-    """As the embeddings take them."""
+    """Ids by field, as the embeddings take them."""
     images: Mapping[str, Tensor]
-    """As the network takes them beside the vectors."""
+    """Images by input name, which the network takes beside the vectors."""
     clicks: Tensor
     """[B], 0 or 1."""
 
     def scores(self, logits: Tensor, user: str | None) -> Scores:
-        """Those that ``logits`` [B] are of; ``user`` is the field of users."""
+        """Return the scores of these samples by ``logits`` [B]; ``user`` is the field of users."""
         users = None
         if user is not None:
             users, level = self.ids[user], getattr(self.ids, "level_of", {}).get(user)
@@ -41,65 +41,65 @@ class ClickBatch(NamedTuple):
 
 
 class ClickBatches(ABC):
-    """All samples of a training."""
+    """All samples of a training, in batches."""
 
     num_trained: int
     num_validated: int = 0
     num_tested: int = 0
     identity: str = ""
-    """What tells their source from others."""
+    """Identity of the samples' source."""
     ends: Mapping[int, int] | None = None
-    """Of a topic that is not followed: the offset where each partition ends."""
+    """End offset of each partition, for a topic that is not followed; else None."""
 
     @abstractmethod
     def some(self) -> ClickSamples:
-        """Samples to train on, or the first of many."""
+        """Return samples to train on; of many the first ones."""
 
     @abstractmethod
     def trained(self, step: int) -> ClickBatch:
-        """The batch of ``step``, which may run over from one epoch into the next. Raises SourceError."""
+        """Return the batch of ``step``, which may cross the end of an epoch. Raises SourceError."""
 
     def is_ready(self) -> bool:
-        """Whether the next batch is there; waits for half a second at most. Raises SourceError, BrokerUnavailable."""
+        """Return whether the next batch is ready; wait half a second at most. Raises SourceError, BrokerUnavailable."""
         return True
 
     def has_ended(self) -> bool:
-        """Whether no further batch comes, now that :meth:`is_ready` has said no."""
+        """Return whether no further batch comes, after :meth:`is_ready` returned False."""
         return False
 
     def apply(self, step: Callable[[], object]) -> bool:
-        """Have ``step`` train on the batch that is ready; False: the job goes back, and the samples come again."""
+        """Train on the ready batch by ``step``; return False if the job was restored: its samples come again."""
         step()
         return True
 
     def where(self) -> Mapping[int, tuple[int, int]]:
-        """Where each data stream goes on behind what was trained on; none where that follows from the step."""
+        """Return the cursor of each data stream behind the trained samples; empty if the step number is enough."""
         return {}
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
-        """Read on from :meth:`where` it was."""
+        """Continue reading from cursors of :meth:`where`."""
 
     def settle(self) -> None:  # noqa: B027
-        """Wait until the scheduler saves the job no more."""
+        """Wait until the scheduler takes no more snapshots of the job."""
 
     def close(self) -> None:  # noqa: B027
-        """Leave what is not read to other workers."""
+        """Release samples that are not read, to other workers."""
 
     def told(self) -> dict[str, Any]:
-        """What the report says of how they came."""
+        """Return what the report says about the samples' arrival."""
         return {}
 
     def validated(self) -> Iterator[ClickBatch]:
-        """Those that the best step is chosen by."""
+        """Yield the validation batches, by which the best step is chosen."""
         return iter(())
 
     def tested(self) -> Iterator[ClickBatch]:
-        """The others that are held out."""
+        """Yield the test batches: the rest of the samples held out."""
         return iter(())
 
 
 class BatchesInMemory(ClickBatches):
-    """Those of samples that are all in memory."""
+    """Batches of samples that are all in memory."""
 
     def __init__(self, samples: ClickSamples, recipe: CtrRecipe, design: Design) -> None:
         self._design, self._negatives = design, recipe.negatives
@@ -116,29 +116,25 @@ class BatchesInMemory(ClickBatches):
         self._order = JointOrder(self.num_trained, recipe.batch_size, recipe.seed)
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         return self._trained
 
     def trained(self, step: int) -> ClickBatch:
-        """See ClickBatches."""
         indices = self._order.indices(step).numpy()
-        if self._negatives < 1:  # the place in the order makes it another choice in each epoch
+        if self._negatives < 1:  # hashing the place in the order makes another choice in each epoch
             places = step * len(indices) + np.arange(len(indices))
             columns = (*(ids[indices] for ids in self._trained.fields.values()), places)
             indices = indices[learned_from(columns, self._trained.clicks[indices], self._negatives)]
         return _batch(self._design, self._trained, indices)
 
     def validated(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return batches_of(self._design, self._validated)
 
     def tested(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return batches_of(self._design, self._tested)
 
 
 def batches_of(design: Design, samples: ClickSamples) -> Iterator[ClickBatch]:
-    """All of the samples, in order."""
+    """Yield all samples, in order."""
     for first in range(0, len(samples), AT_ONCE):
         yield _batch(design, samples, np.arange(first, min(first + AT_ONCE, len(samples))))
 

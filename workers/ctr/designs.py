@@ -1,4 +1,4 @@
-"""From samples to the vectors of each model: which fields have embeddings, weights, histories and images.
+"""Inputs of each click model: fields with embeddings, weights, histories and images, made from samples.
 
 An id has a row in a table for each use: ``user`` (its embedding), ``user_weight`` (its weight in the linear part; if
 that is a field itself, ``user_weight_``).
@@ -54,44 +54,44 @@ IMAGE, HISTORY_IMAGES = "image", "history_images"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLayout:
-    """What samples have, as far as a network asks."""
+    """Fields, schema and image width of samples: all that a network depends on."""
 
     fields: tuple[str, ...]
     schema: SampleSchema
     image_dim: int | None
-    """Numbers of an item's image; None: there are none."""
+    """Numbers of an item's image; None: no images."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the layout as plain values."""
         return {"fields": list(self.fields), "schema": self.schema.to_json(), "image_dim": self.image_dim}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SampleLayout:
-        """What :meth:`to_json` returned."""
+        """Return the layout of :meth:`to_json`'s values."""
         schema = SampleSchema.from_json(values["schema"])
         return cls(fields=tuple(values["fields"]), schema=schema, image_dim=values["image_dim"])
 
 
 def layout_of(samples: ClickSamples | OwnSamples) -> SampleLayout:
-    """What the samples have."""
+    """Return the layout of the samples."""
     image_dim = None if samples.images is None else samples.images.dim
     return SampleLayout(fields=tuple(samples.fields), schema=samples.schema, image_dim=image_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What a model is fed."""
+    """Inputs of a model, and its network."""
 
     network: Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]
     weights: bool = True
-    """Every field has weights, too."""
+    """Whether every field has weights."""
     crosses: bool = False
-    """Weights of the schema's crosses, too."""
+    """Whether the schema's crosses have weights."""
     events: bool = False
-    """The history is a sequence; else, if there is one, the sum of its events over the root of their number."""
+    """Whether a history is a sequence; otherwise it is pooled: the sum of its events over the root of their number."""
     images: bool = False
     unrolled: bool = False
-    """It goes through a history event by event, so that the graph of a service has as many steps as it may have."""
+    """Whether the network loops over a history's events: the served graph then has as many steps as the longest one."""
 
 
 def _plain(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]:
@@ -137,10 +137,10 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 class Design:
-    """How samples of one layout become the vectors of one model."""
+    """Map from samples of one layout to the vectors of one model."""
 
     def __init__(self, recipe: CtrRecipe, layout: SampleLayout) -> None:
-        """Raises ConfigError if the samples lack what the model needs."""
+        """Raises ConfigError if the samples lack an input of the model."""
         self.recipe = recipe
         self.layout = layout
         self._kind = kind = _KINDS[recipe.model]
@@ -167,10 +167,10 @@ class Design:
         )
         is_bag = USER in schema.kinds and schema.kinds[USER].is_list
         self.user = USER if USER in layout.fields and not is_bag else None
-        """The field whose ids are users, if there is one."""
+        """Field whose ids are users; None: there is none."""
         self.dims = {feature.name: feature.dim for feature in self.features}
         self.served: tuple[SampleFeature, ...] = (*self.features, *(self._of_images() if kind.images else ()))
-        """:attr:`features`, and the images: what a service looks up."""
+        """:attr:`features`, and images: all that a service looks up."""
         self.is_unrolled = kind.unrolled
 
     def _of_images(self) -> tuple[SampleFeature, ...]:
@@ -217,13 +217,13 @@ class Design:
         return self.recipe.reads_events and HISTORY in of  # else it is a field of that name
 
     def network(self) -> ClickModel:
-        """The network, with fresh parameters."""
+        """Return the network, with fresh parameters."""
         network = self._kind.network(self.recipe, self.layout, self.dims)
         network.log_odds_shift = math.log(self.recipe.negatives)
         return network
 
     def fields(self, cluster: Cluster, job: str, *, reuse: bool, per_node: bool) -> EmbeddingGroup:
-        """The embeddings, in tables of ``job``; ``per_node`` is the network's."""
+        """Return the embeddings, in tables of ``job``; ``per_node`` is the network's."""
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
         members = [
             Field(
@@ -246,7 +246,7 @@ class Design:
         )
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """The ids of the samples at ``indices``, as the embeddings take them."""
+        """Return the ids of the samples at ``indices``, as the embeddings take them."""
         ids: dict[str, Any] = samples.ids(indices)
         if self._is_history(tuple(self.dims)):
             assert samples.histories is not None
@@ -255,16 +255,14 @@ class Design:
         return ids_by_feature(self.features, ids)
 
     def ids_of(self, batch: SampleBatch) -> SampleBatch:
-        """The ids of a batch of files, as the embeddings take them."""
+        """Return the ids of a batch of files, as the embeddings take them."""
         columns = {feature.name: _latest(batch[feature.of[0]], feature.latest) for feature in self.features}
         levels = {feature.name: batch.level_of.get(feature.of[0]) for feature in self.features}
         level_of = {name: level for name, level in levels.items() if level is not None}
         return SampleBatch(columns, batch.num_samples, batch.cursors, level_of, batch.nodes)
 
     def images(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """The images of the samples at ``indices``, as the network takes them beside the vectors; none if it has no use
-        for them.
-        """
+        """Return the images of the samples at ``indices``, by the network's input; empty if it uses none."""
         if not self._kind.images:
             return {}
         assert samples.images is not None and samples.histories is not None
@@ -277,7 +275,7 @@ class Design:
 
 
 def _latest(values: Values, count: int | None) -> Values:
-    """The last ``count`` ids of each list that are there."""
+    """Return the last ``count`` ids of each list; None: all."""
     if count is None:
         return values
     if isinstance(values, Tensor):  # lists of one length

@@ -1,10 +1,10 @@
-"""A run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables.
+"""Export of a run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables.
 
-config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "clicks", the fields of a sample, what
-                their values are (``kinds``), what is looked up for them (``features``), and where (``tables``)
+config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "clicks", the fields of a sample, the
+                kinds of their values (``kinds``), what is looked up for them (``features``), and where (``tables``)
 network.onnx    see :mod:`.served_network`
 tables/N.safetensors    a table, see :mod:`geartrain.ams.storage.export.mapped_rows`
-examples.json   of samples, for people; may be absent, see :mod:`.samples.examples`
+examples.json   samples to show to people; may be absent, see :mod:`.samples.examples`
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ NETWORK = "network.onnx"
 def export_clicks(
     run: Path | Snapshot, out: Path, *, version: int | None = None, cache: Path, say: Say, examples: bool = True
 ) -> dict[str, Any]:
-    """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
+    """Replace the folder ``out``, as a whole, by the model of a snapshot; return its config.
 
-    ``run``: the snapshot, or the folder of a run, which means its best one. ``version`` is its number; None: the
-    step of the training. Without ``examples`` there are none of its samples.
+    Args:
+        run: A snapshot; or the folder of a run, of which the best snapshot is exported.
+        out: The folder to serve.
+        version: Number of the model; None: the step of the training.
+        cache: Folder of downloaded samples.
+        say: Receives progress lines.
+        examples: Whether to export examples of the samples.
+
     Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
@@ -79,13 +85,13 @@ def export_clicks(
 
 
 def write_examples(staging: Path, state: JobState, wanted: bool) -> None:
-    """Write what the job keeps of its samples for people, if it has something and that is ``wanted``."""
+    """Write the examples that the job keeps of its samples, if there are some and they are ``wanted``."""
     if wanted and FILE in state.files:
         (staging / FILE).write_bytes(state.files[FILE])
 
 
 def about(snapshot: Snapshot, state: JobState, version: int | None) -> dict[str, Any]:
-    """What config.json says of the training."""
+    """Return the part of config.json about the training."""
     return {
         "version": state.progress.step if version is None else version,
         "created": snapshot.manifest.created,
@@ -105,7 +111,7 @@ def write_tables(
     features: Iterable[SampleFeature],
     images: Sequence[ItemImages] = (),
 ) -> list[dict[str, Any]]:
-    """Write the tables of the features and the images; return what config.json says of them."""
+    """Write the tables of the features and the images; return their part of config.json."""
     names = dict.fromkeys(feature.table for feature in features)
     specs = {str(fields["name"]): fields for fields in snapshot.manifest.tables}
     folder = staging / "tables"

@@ -1,4 +1,4 @@
-"""How good predicted probabilities of clicks are: AUC, by user too, log loss and calibration."""
+"""Quality of predicted click probabilities: AUC, also by user, log loss and calibration."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _PAPER, _PEN, _FAINT, _COLOUR = (255, 255, 255), (20, 20, 20), (200, 200, 200), 
 
 
 class Scores(NamedTuple):
-    """What a model said of N samples, and what happened."""
+    """Predictions for N samples, and their clicks."""
 
     probabilities: Floats
-    """[N], of a click."""
+    """[N], predicted probability of a click."""
     clicks: Floats
     """[N], 0 or 1."""
     users: Ids | None
-    """[N]; None: the samples have no field of that name."""
+    """[N]; None: the samples have no field of users."""
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:
-        """Those of all parts, of which there is one at least."""
+        """Return the scores of all parts, at least one, together."""
         probabilities, clicks, users = zip(*parts, strict=True)
         return cls(
             np.concatenate(probabilities), np.concatenate(clicks), None if users[0] is None else np.concatenate(users)
@@ -41,9 +41,9 @@ class Scores(NamedTuple):
 
 
 def auc(scores: npt.ArrayLike, clicks: npt.ArrayLike) -> float:
-    """The probability that a clicked sample has a higher score than another; ties count half.
+    """Return the probability that a clicked sample has a higher score than another; ties count half.
 
-    NaN if all were clicked, or none.
+    NaN if all samples were clicked, or none.
     """
     return grouped_auc(scores, clicks, np.zeros(np.shape(clicks), np.int64))
 
@@ -51,9 +51,11 @@ def auc(scores: npt.ArrayLike, clicks: npt.ArrayLike) -> float:
 def grouped_auc(
     scores: npt.ArrayLike, clicks: npt.ArrayLike, groups: Ids, weights: npt.ArrayLike | None = None
 ) -> float:
-    """The mean of the AUC of each group, such as a user, weighted by its samples (GAUC: Zhu et al. 2017, "Optimized
-    Cost per Click in Taobao Display Advertising", section 4.1). Groups that were all clicked, or not at all, have none
-    and count nothing; NaN if all are such. A sample stands for ``weights`` of its kind in its group (None: for itself).
+    """Return the mean AUC of groups, such as users, weighted by their samples (GAUC).
+
+    Zhu et al. 2017, "Optimized Cost per Click in Taobao Display Advertising", section 4.1. Groups in which all or no
+    samples were clicked are left out; NaN if all groups are. ``weights``: how many samples of its kind in its group
+    each sample stands for; None: 1.
     """
     scores_N, clicked_N = np.asarray(scores, np.float64), np.asarray(clicks) > 0
     _, group_N, size_G = np.unique(groups, return_inverse=True, return_counts=True)
@@ -63,7 +65,7 @@ def grouped_auc(
     is_first = np.append(True, (np.diff(group_N) != 0) | (np.diff(scores_N) != 0))[: len(group_N)]
     starts = np.flatnonzero(is_first)
     counts = np.diff(np.append(starts, len(group_N)))
-    ranks = np.repeat(starts + (counts + 1) / 2, counts)  # the mean of those of equal scores, from 1
+    ranks = np.repeat(starts + (counts + 1) / 2, counts)  # equal scores share their mean rank, from 1
     ranks -= (np.cumsum(size_G) - size_G)[group_N]
     clicked_G = np.bincount(group_N, clicked_N, len(size_G))
     pairs_G = clicked_G * (size_G - clicked_G)
@@ -75,7 +77,7 @@ def grouped_auc(
 
 
 def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: Floats | None = None) -> float:
-    """Mean of -log of the probability given to what happened, in nats."""
+    """Return the mean of −log of the probability given to the outcome, in nats."""
     sure = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1 - 1e-12)
     return float(np.average(-np.where(np.asarray(clicks) > 0, np.log(sure), np.log1p(-sure)), weights=weights))
 
@@ -83,7 +85,7 @@ def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: Float
 def calibration(
     probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: npt.ArrayLike | None = None
 ) -> list[dict[str, float]]:
-    """Return, of samples by rising probability in :data:`BINS` equal parts, the mean predicted and the part clicked.
+    """Return mean prediction and click rate of :data:`BINS` equal parts of the samples, by ascending probability.
 
     A sample counts ``weights`` times (None: once).
     """
@@ -101,11 +103,11 @@ def calibration(
 
 
 def measured(scores: Scores, negatives: float = 1.0) -> dict[str, Any]:
-    """All of them, and the log loss of saying the mean click rate to every sample.
+    """Return all measures, and the log loss of predicting the mean click rate for every sample.
 
-    ``predicted_per_clicked`` is the mean probability over the part that was clicked, 1 for a calibrated model ("the
-    ratio of the average estimated CTR and empirical CTR", He et al. 2014, section 3); None if nothing was clicked.
-    Where only a part of the samples without a click are among them, ``negatives``, each stands for 1 / part.
+    ``predicted_per_clicked`` is the mean probability over the click rate, 1 for a calibrated model ("the ratio of the
+    average estimated CTR and empirical CTR", He et al. 2014, section 3); None if nothing was clicked. ``negatives``:
+    the part of the samples without a click that is among them; each stands for 1 / part.
     """
     probabilities, clicks, users = scores
     weights = np.where(clicks > 0, 1.0, 1 / negatives)
@@ -123,23 +125,23 @@ def measured(scores: Scores, negatives: float = 1.0) -> dict[str, Any]:
 
 
 class LatestScores:
-    """The scores of the latest samples, in the order in which they came. Memory: those of the window, and a part."""
+    """Scores of the latest samples, in the order in which they came. Memory: the window, and one part."""
 
     def __init__(self, window: int) -> None:
-        """``window``: so many samples."""
+        """``window``: number of samples."""
         self._window = window
         self._parts: deque[Scores] = deque()
         self._samples = 0
 
     def add(self, scores: Scores) -> None:
-        """Those of the samples that came next."""
+        """Add the scores of the next samples."""
         self._parts.append(scores)
         self._samples += len(scores.clicks)
         while self._samples - len(self._parts[0].clicks) >= self._window:
             self._samples -= len(self._parts.popleft().clicks)
 
     def joined(self) -> Scores | None:
-        """All of them; None: there are none of both clicked and other samples."""
+        """Return all scores; None: not both clicked and other samples are there."""
         if not self._parts:
             return None
         probabilities, clicks, users = Scores.joined(self._parts)
@@ -149,13 +151,13 @@ class LatestScores:
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, float]:
-    """What is drawn over the steps, of what :func:`measured` returned."""
+    """Return the measures that are drawn over the steps, from the result of :func:`measured`."""
     names = ("auc", "grouped_auc", "log_loss", "predicted_per_clicked")
     return {name: found[name] for name in names if found.get(name) is not None}
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """What people read of it in a line."""
+    """Return the measures as a line for people."""
     by_user, ratio = found.get("grouped_auc"), found["predicted_per_clicked"]
     return (
         f"AUC {found['auc']:.4f}{'' if by_user is None else f', by user {by_user:.4f}'}, log loss "
@@ -164,7 +166,7 @@ def in_words(found: Mapping[str, Any]) -> str:
 
 
 def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> None:
-    """Draw what was clicked over what was predicted; the diagonal is perfect."""
+    """Draw the click rate over the predicted probability; the diagonal is perfect calibration."""
     sheet = Image.new("RGB", (_SIDE, _SIDE), _PAPER)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
     highest = max(max(part["predicted"], part["clicked"]) for part in parts)
@@ -196,7 +198,7 @@ def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> N
 
 
 def worse_than_guessing(found: Mapping[str, Any]) -> str | None:
-    """What to say of a model whose log loss (of :func:`measured`) is above that of the mean click rate, else None."""
+    """Return a warning if the log loss (of :func:`measured`) is above that of the mean click rate, else None."""
     if found["log_loss"] <= found["log_loss_of_the_mean"]:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Scores of samples by a run of ``geartrain worker ctr``: the rows of its best snapshot, in this process."""
+"""Prediction of clicks by a run of ``geartrain worker ctr``, from the rows of its best snapshot, in this process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from geartrain.workers.samples.files import require_arrow
 
 
 def is_click_run(folder: Path) -> bool:
-    """Whether ``folder`` holds a run of a click model."""
+    """Return whether ``folder`` holds a run of a click model."""
     return job_of_rows(folder) == ClickTrainer.job
 
 
 def job_of_rows(folder: Path) -> str | None:
-    """Which kind of job took the newest snapshot of the run in ``folder``; None: there is none."""
+    """Return the kind of job that took the newest snapshot of the run in ``folder``; None: there is no snapshot."""
     try:
         listed = list_snapshots(read_run(folder).snapshots)
     except ConfigError:
@@ -41,13 +41,14 @@ def job_of_rows(folder: Path) -> str | None:
 
 
 def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:
-    """The probability of a click [N] of each sample in the files of ``samples``, in their order.
+    """Return the probability of a click [N] of each sample in the files of ``samples``, in their order.
 
-    They have the columns that the run was trained on; ``click`` is not looked at. One part of them after another is
-    in memory. A model whose histories are no columns reads the run's own samples again, and all are in memory: what
-    a user did among those it was trained on, before ``time``, or all of it if there is no such column. Raises
-    ConfigError, SnapshotDamaged, SourceError that names a column that is missing or a line of CSV whose value is of
-    another kind than those of training, and InvalidArgument for such a value elsewhere.
+    The files have the columns of the run's training samples; ``click`` is ignored. One part of them at a time is in
+    memory. A model with histories that are no columns reads the run's own samples, too, and then all are in memory: a
+    history has what a user did among the training samples before ``time``, or all of it if there is no such column.
+
+    Raises ConfigError; SnapshotDamaged; SourceError naming a missing column, or a line of CSV whose value is of another
+    kind than in training; InvalidArgument for such a value elsewhere.
     """
     snapshot = best_snapshot(read_run(run).snapshots)
     say(f"The model of {run} is that of step {snapshot.manifest.step}")
@@ -98,7 +99,7 @@ def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamp
 
 
 def _with_histories(design: Design, given: ClickSamples, of_run: ClickSamples) -> ClickSamples:
-    """Let the samples to train on, of a run with fresh histories all of its samples, be the events of those given."""
+    """Add histories to the given samples from those of the run: the training samples; all if histories are fresh."""
     recipe, past = design.recipe, of_run
     if not recipe.fresh:
         past, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)

@@ -1,4 +1,4 @@
-"""How models with embeddings, click models among them, are trained: values only."""
+"""Recipes of models with embeddings, among them click models: values only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = ("deepfm", "wide_deep", "mlp", "dssm", "din", "dien", "crossmedia")
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRecipe:
-    """Settings of a training of a network with embeddings, all but where it runs."""
+    """Training settings of a network with embeddings, without the cluster's."""
 
     split: str = "random"
     dim: int = 16
@@ -28,22 +28,22 @@ class EmbeddingRecipe:
     hidden: tuple[int, ...] = (64, 32)
     dropout: float = 0.2
     history: int = 0
-    """The latest so many events of a sample's user before it, or of the lists that ``features`` say are histories; 0:
-    no history, or all of those lists."""
+    """Number of latest events of a sample's user before it, or of the lists that ``features`` call histories; 0: no
+    history, or the whole lists."""
     batch_size: int = 500
     row_lr: float = 0.003
     """Peak learning rate of the rows, by Adam."""
     row_weight_decay: float = 0.001
-    """Of the rows that a step touches, added to their gradient."""
+    """Weight decay of the rows that a step touches, added to their gradient."""
     lr: float = 0.003
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
     files: FileSettings = field(default_factory=FileSettings)
-    """How CSV files of one's own are written."""
+    """Format of one's own CSV files."""
     fold: tuple[str, ...] = ()
-    """Fields of samples of one's own whose integers are any 64-bit values, such as hashes; ``gt.fold_ids``."""
+    """Fields of one's own samples with any 64-bit integers, such as hashes; see ``gt.fold_ids``."""
     private: tuple[str, ...] = ()
-    """Fields of which no example is kept for the page to try the model; see :mod:`.samples.examples`."""
+    """Fields without examples on the page to try the model; see :mod:`.samples.examples`."""
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
     least: ClassVar[Mapping[str, int]] = {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}
 
@@ -64,44 +64,44 @@ class EmbeddingRecipe:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """What both learning rates are multiplied by at ``step`` (from 0) of a stage of ``steps``: half a cosine."""
+        """Return the factor of both learning rates at ``step`` (from 0) of a stage of ``steps``: half a cosine."""
         return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CtrRecipe(EmbeddingRecipe):
-    """That of a click model."""
+    """Training settings of a click model."""
 
     model: str = "deepfm"
     mode: str = "sync"
-    """"sync": one worker, as ever. "async": several workers share the samples, none waits for another, and all
-    parameters are in the cluster. "ssp:N": they wait for those that are more than N steps behind."""
+    """"sync": one worker. "async": several workers share the samples without waiting for each other, and all parameters
+    are in the cluster. "ssp:N": as async, but a worker waits for those more than N steps behind."""
     epochs: float = 3.0
-    """Passes over the samples to train on, of a stage."""
+    """Passes over the training samples in a stage."""
     steps: int | None = None
-    """Of a stage, at most; None: as many as ``epochs`` are."""
+    """Most steps of a stage; None: by ``epochs``."""
     patience: int = 3
-    """Looks at the validation, of ten in a stage, without a better one, after which it ends early; 0: it does not."""
+    """Validations in a row, of ten in a stage, without a better one, after which the stage ends early; 0: never."""
     validation: bool = False
-    """Test on a fifth of the samples to train on, split off in the same way, in the place of what is held out: to
-    choose settings by."""
+    """Test on a fifth of the training samples, split off in the same way, and ignore those held out: to choose settings
+    by."""
     fresh: bool = False
-    """Histories of samples held out by time go on through what is held out: all that is earlier."""
+    """Whether histories of samples held out by time include earlier samples that are held out, too."""
     negatives: float = 1.0
-    """The part of the samples without a click that is learned from, by a hash of the sample; scores undo it."""
+    """Part of the samples without a click to train on, chosen by a hash of the sample; scores correct for it."""
     progressive: int = 0
-    """Samples are scored before they are learned from, and the latest so many say how good the model is; 0: not."""
+    """Number of latest samples, scored before they are trained on, that measure the model; 0: none."""
     features: Mapping[str, FeatureSettings] = field(default_factory=dict)
-    """What is said of columns of samples of one's own, by name; the others are inferred."""
+    """Settings of columns of one's own samples, by name; the others are inferred."""
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
-    """How a topic is read."""
+    """Settings of reading a topic."""
     prefetch: int = 0
-    """Batches that are read, and their rows pulled, while the one before them is trained on. It pays where cores are
-    idle or the shards are other machines; 0: none."""
+    """Batches that are read, and their rows pulled, during the training of the one before. It pays where cores are idle
+    or the shards are on other machines; 0: none."""
     held_out: int = 160_000
-    """Samples of one's own that are held out, at most; a fifth of fewer than five times as many."""
+    """Most of one's own samples that are held out; a fifth if there are fewer than five times as many."""
     window_rows: int = 65_536
-    """Samples of one's own that are mixed, one window after another."""
+    """Size of the windows in which one's own samples are shuffled."""
     least: ClassVar[Mapping[str, int]] = {
         **EmbeddingRecipe.least,
         "held_out": 1,
@@ -131,12 +131,12 @@ class CtrRecipe(EmbeddingRecipe):
 
     @property
     def history_columns(self) -> dict[str, str]:
-        """Columns whose lists are histories, and the field of each."""
+        """Columns whose lists are histories, with the field of each."""
         return {name: said.history_of for name, said in self.features.items() if said.history_of is not None}
 
     @property
     def reads_events(self) -> bool:
-        """Whether histories are made of the samples themselves."""
+        """Whether histories are built from the samples themselves."""
         return self.history > 0 and not self.history_columns
 
     @property
@@ -145,11 +145,11 @@ class CtrRecipe(EmbeddingRecipe):
         return self.mode != "sync"
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """See EmbeddingRecipe. Rates stay as they are where nobody knows how many steps a worker does."""
+        """Return 1 if workers share the samples, as their number of steps is unknown; otherwise half a cosine."""
         return 1.0 if self.shares else super().rate_factor(step, steps)
 
     def stage_steps(self) -> int:
-        """Updates of one stage; 0: as many as ``epochs`` are."""
+        """Return the steps of one stage; 0: by ``epochs``."""
         return self.steps or (ENDLESS if self.shares else 0)
 
 
@@ -159,7 +159,7 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
     ({"model": "dien"}, {"history": 20}),
     ({"model": "crossmedia"}, {"history": 10}),
     ({"data": "movielens"}, {"epochs": 6.0}),
-    # Chosen by validation=true, not by what is held out.
+    # Chosen with validation=true, not by the samples held out.
     (
         {"data": "movielens", "model": "deepfm", "split": "random"},
         {"dim": 32, "history": 300, "row_weight_decay": 0.0003, "row_lr": 0.005},
@@ -171,11 +171,11 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
     ),
     ({"data": "flights"}, {"batch_size": 4096, "epochs": 12.0, "dropout": 0.0}),
 )
-"""Where all that is named holds, what differs from the recipe; a later one counts before those above it."""
+"""Conditions, and the settings that differ from the recipe's where they all hold; later entries take precedence."""
 
 
 def usual_for(data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the recipe's class for a model on ``data``, given what is ``stated``."""
+    """Return the settings that differ from the recipe's for a model on ``data``, given what is ``stated``."""
     usual: dict[str, Any] = {"model": CtrRecipe.model, "split": "time" if data == "flights" else CtrRecipe.split}
     known = {**usual, **stated, "data": data}
     for where, differs in _PRESETS:
@@ -185,5 +185,5 @@ def usual_for(data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_for(data: str | None, **stated: Any) -> CtrRecipe:
-    """The recipe of a model on ``data``, with what is ``stated``. Raises ConfigError."""
+    """Return the recipe of a model on ``data``, with the ``stated`` settings. Raises ConfigError."""
     return recipe_of(CtrRecipe, {**usual_for(data, stated), **stated})

@@ -1,7 +1,7 @@
-"""The dense part of a click model as ONNX: a row of all vectors of a sample in, the log-odds of a click out.
+"""Dense part of a click model as ONNX: from all vectors of a sample to the log-odds of a click.
 
-``vectors`` [N, W]: those of the features that are pooled, side by side; where there are others, each is an input
-[N, L, D] of its name, what lies behind the end of a sequence being 0, and ``lengths`` [N] says where that is.
+Inputs: ``vectors`` [N, W], the pooled features' vectors side by side; for each other feature an input [N, L, D] of its
+name, 0 after the end of a sequence; and with these ``lengths`` [N] of the sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from geartrain.bridge.models.sequences import PaddedSequences
 from geartrain.workers.ctr.samples.features import SampleFeature
 
 TOLERANCE = 1e-4
-"""Largest difference of two log-odds, of their size where they are above 1."""
+"""Largest difference of two log-odds; relative where they are above 1."""
 _COMPARED = (3, 1, 64)
-"""Numbers of samples."""
+"""Batch sizes of the comparison."""
 
 
 class ServedNetwork(nn.Module):
-    """Takes what :mod:`geartrain.serving.vectors` looks up."""
+    """Network with the inputs of :mod:`geartrain.serving.vectors`."""
 
     def __init__(self, network: ClickModel, features: Sequence[SampleFeature]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ServedNetwork(nn.Module):
         self._sequences = [feature for feature in features if feature.pooling is None]
 
     def forward(self, vectors: Tensor, *sequences: Tensor) -> Tensor:
-        """Logits [N]. ``sequences`` end with their lengths [N], where there are any."""
+        """Return logits [N]. The last of ``sequences``, if there are any, holds their lengths [N]."""
         parts = torch.split(vectors, [feature.dim for feature in self._pooled], 1)
         given: dict[str, Tensor] = {feature.name: part for feature, part in zip(self._pooled, parts, strict=True)}
         for feature, values in zip(self._sequences, sequences, strict=False):
@@ -45,7 +45,7 @@ class ServedNetwork(nn.Module):
         return logits
 
     def example(self, num: int, longest: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Inputs of ``num`` samples, by name."""
+        """Return inputs of ``num`` samples, by name."""
         inputs = {"vectors": torch.randn(num, sum(part.dim for part in self._pooled), generator=generator) / 4}
         if self._sequences:
             lengths = torch.randint(0, longest + 1, (num,), generator=generator)
@@ -60,9 +60,9 @@ class ServedNetwork(nn.Module):
 def write_network(
     network: ClickModel, features: Sequence[SampleFeature], path: Path, *, longest: int | None = None
 ) -> dict[str, float]:
-    """Write the network to ``path``, if onnxruntime gives its logits; return how far it is from them.
+    """Write the network to ``path`` if onnxruntime reproduces its logits; return the differences.
 
-    ``longest``: the L of every sequence; None: any. Raises ConfigError without the libraries, InvalidArgument.
+    ``longest``: length L of every sequence; None: any. Raises ConfigError without the libraries, InvalidArgument.
     """
     from geartrain.workers.models.onnx_backbone import needed
 
@@ -88,7 +88,7 @@ def _write(served: ServedNetwork, example: dict[str, Tensor], path: Path, *, any
     exporting.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of the exporter about itself
+            warnings.simplefilter("ignore")  # the exporter warns about itself
             torch.onnx.export(
                 served,
                 tuple(example.values()),
@@ -100,7 +100,7 @@ def _write(served: ServedNetwork, example: dict[str, Tensor], path: Path, *, any
                 external_data=False,
                 verbose=False,
             )
-    except Exception as exc:  # of many unrelated kinds
+    except Exception as exc:  # the exporter raises many unrelated kinds
         raise InvalidArgument(
             f"{type(served.network).__name__} cannot be exported to ONNX: {type(exc).__name__}: {exc}"
         ) from exc

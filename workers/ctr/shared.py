@@ -1,6 +1,7 @@
-"""Batches of files or of a topic whose data streams several workers share: each leases some, and commits what is done.
+"""Batches of files or of a topic whose data streams several workers share: each leases some, and commits its progress.
 
-In a cluster the scheduler saves the job and takes it back, tables and cursors together, when something is lost."""
+After a loss in a cluster, the scheduler restores the job, tables and cursors together, from its last snapshot.
+"""
 
 from __future__ import annotations
 
@@ -55,26 +56,23 @@ class SharedBatches(ClickBatches):
         self._next: SampleBatch | None = None
 
     def is_ready(self) -> bool:
-        """See ClickBatches."""
         if self._next is None and self._leased.has_more:
             self._next = self._leased.next_batch()
         return self._next is not None
 
     def has_ended(self) -> bool:
-        """See ClickBatches."""
         return not self._leased.has_more
 
     def trained(self, step: int) -> ClickBatch:
-        """See ClickBatches: the next one, whichever the step is."""
+        """Return the next batch, for any ``step``."""
         del step
         batch, self._next = self._next, None
-        assert batch is not None  # of is_ready
+        assert batch is not None  # is_ready was True
         return click_batch(self._design, batch, self._negatives)
 
     def apply(self, step: Callable[[], object]) -> bool:
-        """See ClickBatches."""
         batch = self._next
-        assert batch is not None  # of is_ready
+        assert batch is not None  # is_ready was True
         if self._is_restored:
             try:
                 return self._leased.apply(batch, step)
@@ -85,25 +83,23 @@ class SharedBatches(ClickBatches):
         return True
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
-        """See ClickBatches."""
         self._leased.restore(cursors)
 
     def where(self) -> Mapping[int, tuple[int, int]]:
-        """See ClickBatches: behind all that the workers of the job have committed."""
+        """Return the cursors behind all samples that the job's workers have committed."""
         return self._leased.cursors()
 
     def settle(self) -> None:
-        """See ClickBatches. Two snapshots of the same tables at once would end one of them."""
+        """Wait until the scheduler takes no more snapshots of the job: two at once of the same tables would fail."""
         self._leased.close()
         is_kept(self._cluster, self._job)
 
     def close(self) -> None:
-        """See ClickBatches."""
         self._leased.close()
 
 
 class SharedFiles(SharedBatches):
-    """The samples of files, in whole epochs."""
+    """Samples of files, in whole epochs."""
 
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design, *of_job: Any) -> None:
         self._files = files = StreamedBatches(samples, recipe, design)
@@ -114,20 +110,17 @@ class SharedFiles(SharedBatches):
         super().__init__(reader, NUM_STREAMS, files.identity, recipe, design, *of_job)
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         return self._files.some()
 
     def validated(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._files.validated()
 
     def tested(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._files.tested()
 
 
 class SharedTopic(SharedBatches):
-    """The messages of a topic, of which each worker has some partitions."""
+    """Messages of a topic; each worker has some of its partitions."""
 
     num_trained = ENDLESS << 22
 
@@ -137,16 +130,15 @@ class SharedTopic(SharedBatches):
         super().__init__(messages.unassigned(), messages.num_partitions, messages.identity, recipe, design, *of_job)
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         return self._samples.none()
 
     def told(self) -> dict[str, Any]:
-        """See ClickBatches: of what this worker has read."""
+        """Return what the report says about the messages that this worker has read."""
         return late_labels(self._reader)
 
 
 def is_kept(cluster: Cluster, job: str) -> bool:
-    """Whether the scheduler restores the job, as it is now or, once that is done, as it was saved."""
+    """Return whether the scheduler snapshots the job and restores it after a loss; wait while it does either."""
     worker = worker_name(job, None)
     num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
     if not num_streams:

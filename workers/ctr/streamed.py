@@ -1,4 +1,4 @@
-"""Batches of samples in files that are read as they are needed."""
+"""Batches of samples in files, read as they are needed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows
 from geartrain.workers.samples.source import fingerprint
 
 _SOME = 65_536
-"""Samples that examples for people are taken from."""
+"""Samples from which examples are chosen."""
 
 
 class StreamedBatches(ClickBatches):
-    """Those of files.
+    """Batches of samples in files.
 
     Memory: two parts of the files (row groups, or blocks of lines), a window of the order, and a batch.
     """
@@ -44,7 +44,7 @@ class StreamedBatches(ClickBatches):
         self._reader = FileBatches(self, order, batch_size=recipe.batch_size, drop_last=False)
 
     def read(self, part: int) -> Rows:
-        """The rows of a part that are trained on: a :class:`~geartrain.workers.samples.source.SampleSource`."""
+        """Return the training rows of a part; this is a :class:`~geartrain.workers.samples.source.SampleSource`."""
         rows = self._samples.read(part)
 
         def trained(first: int, end: int) -> SampleRows:
@@ -53,7 +53,6 @@ class StreamedBatches(ClickBatches):
         return ChangedRows(self.part_rows[part], trained)
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         found: list[SampleRows] = []
         missing = _SOME
         for part in range(len(self.part_rows)):
@@ -64,7 +63,6 @@ class StreamedBatches(ClickBatches):
         return self._samples.gathered(found)
 
     def trained(self, step: int) -> ClickBatch:
-        """See ClickBatches."""
         place = (0, step * self._batch_size)
         if self._reader.positions.get(0) != place:
             self._reader.add({0: place})
@@ -73,11 +71,9 @@ class StreamedBatches(ClickBatches):
         return click_batch(self._design, batch, self._negatives)
 
     def validated(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._batches(lambda parted: parted.validation)
 
     def tested(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._batches(lambda parted: parted.test)
 
     def _batches(self, chosen: Callable[[HeldOutPart], npt.NDArray[Any]]) -> Iterator[ClickBatch]:
@@ -88,7 +84,7 @@ class StreamedBatches(ClickBatches):
 
 
 def click_batch(design: Design, batch: SampleBatch, negatives: float = 1.0) -> ClickBatch:
-    """The samples of files or of a topic as a model takes them; ``negatives`` is the recipe's."""
+    """Return samples of files or of a topic as a batch for a model; ``negatives`` is the recipe's."""
     clicks, level = batch.pop(CLICK), batch.level_of.get(CLICK)
     assert isinstance(clicks, Tensor)
     clicks = (clicks if level is None else clicks[batch.index[level]]).float()
@@ -99,7 +95,7 @@ def click_batch(design: Design, batch: SampleBatch, negatives: float = 1.0) -> C
 
 
 def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
-    """Those at ``indices``, which rise."""
+    """Return the samples at ascending ``indices``."""
     if not len(indices):
         return rows.slice(0, 0)
     first, count = int(indices[0]), int(indices[-1] - indices[0]) + 1
@@ -108,7 +104,7 @@ def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
 
 
 class _Endless(EpochOrder):
-    """One epoch after another, as one stream."""
+    """Order of all epochs, one after another, as one stream."""
 
     def stream_rows(self, stream: int) -> int:
         del stream

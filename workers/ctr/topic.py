@@ -1,4 +1,4 @@
-"""Batches of samples that come from a Kafka topic."""
+"""Batches of samples of a Kafka topic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from geartrain.workers.samples.reader import StreamBatches
 
 
 class TopicBatches(ClickBatches):
-    """Those of a topic: all are trained on, in the order of each partition, and none is held out."""
+    """Batches of a topic: all samples are trained on, in the order of each partition, and none is held out."""
 
     num_trained = ENDLESS << 22
 
@@ -30,43 +30,38 @@ class TopicBatches(ClickBatches):
         self._next: SampleBatch | None = None
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         return self._samples.none()
 
     def is_ready(self) -> bool:
-        """See ClickBatches."""
         if self._next is None and self._reader.has_more:
             self._next = self._reader.next_batch(0)
         return self._next is not None
 
     def has_ended(self) -> bool:
-        """See ClickBatches."""
         return not self._reader.has_more
 
     def where(self) -> Mapping[int, tuple[int, int]]:
-        """See ClickBatches."""
         return self._cursors
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
-        """See ClickBatches. Partitions that have come since are read from their start."""
+        """Continue from these cursors; partitions that are new since are read from their start."""
         self._reader.add(cursors)
         self._cursors.update(cursors)
 
     def told(self) -> dict[str, Any]:
-        """See ClickBatches."""
         return late_labels(self._reader)
 
     def trained(self, step: int) -> ClickBatch:
-        """See ClickBatches: the next one, whichever the step is."""
+        """Return the next batch, for any ``step``."""
         del step
         batch, self._next = self._next, None
-        assert batch is not None  # of is_ready
+        assert batch is not None  # is_ready was True
         self._cursors.update(batch.cursors)
         return click_batch(self._design, batch, self._negatives)
 
 
 def late_labels(reader: StreamBatches) -> dict[str, Any]:
-    """What the report says of labels that came late."""
+    """Return what the report says about late labels; empty without them."""
     if not isinstance(reader, LabelledBatches):
         return {}
     return {"late_labels": {"late_clicks": reader.late_clicks, "forced_impressions": reader.forced}}

@@ -1,4 +1,4 @@
-"""Training of models over embeddings: the network in this process, its rows in a cluster. Here click models."""
+"""Training of models with embeddings: the network in this process, its rows in a cluster. Click models are here."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
     from geartrain.workers.ctr.samples.topic import TopicSamples
 
 _TRAINED_PER_LOOKED_AT = 8
-"""Samples to train on for each one that is looked at, which costs less than 0.4 of a training sample: 5 % in all."""
+"""Training samples for each validation sample, which costs less than 0.4 of one: 5 % in all."""
 
 _SAVED_SECONDS = 60.0
-"""Between two snapshots by the scheduler, for which all workers wait."""
+"""Seconds between two snapshots by the scheduler, for which all workers wait."""
 
 
 class EmbeddingTrainer(Trainer):
-    """Trains a network and the embeddings before it on samples of users and items."""
+    """Trains a network and its embeddings on samples of users and items."""
 
     dense: DenseTable | None = None
-    """What has the parameters of the network, if that is the cluster."""
+    """Table with the network's parameters, if they are in the cluster; else None."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EmbeddingTrainer(Trainer):
         recipe: EmbeddingRecipe,
         some: ClickSamples,
     ) -> None:
-        """``num_samples`` to train on, of which ``some`` are in memory."""
+        """``num_samples``: number of training samples, of which ``some`` are in memory."""
         self.attempt = attempt
         self.cluster = attempt.cluster
         self.source = source
@@ -87,13 +87,13 @@ class EmbeddingTrainer(Trainer):
 
     @staticmethod
     def require(options: JobOptions) -> None:
-        """There are samples."""
+        """Raise ConfigError unless the options name samples, or resume a run."""
         if options.data is not None or not options.resume:
             required(options.data)
 
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, ClickSamples]:
-        """The samples, and where they are."""
+        """Return the samples' name for ``--data``, and the samples."""
         source = options.data or (None if state is None else state.data["source"])
         kinds = None if state is None else _kinds_in_order(state.data)
         say = lambda line: console.print(line, highlight=False)  # noqa: E731
@@ -101,30 +101,30 @@ class EmbeddingTrainer(Trainer):
         return found_again(str(source)), samples
 
     def modules(self) -> dict[str, Any]:
-        """Network and embeddings."""
+        """Return network and embeddings."""
         return {"network": self.network, "fields": self.fields}
 
     def data(self) -> dict[str, Any]:
-        """Where the samples are."""
+        """Return where the samples are."""
         return {"source": self.source}
 
     def files(self) -> dict[str, bytes]:
-        """What people see of the samples who try the model."""
+        """Return the examples that people see who try the model."""
         return {FILE: self._examples}
 
     def tables(self) -> list[str]:
-        """Those of the embeddings, and of the network if it has some."""
+        """Return the tables of the embeddings, and of the network if it has one."""
         placements = [part.row_placement for part in self.fields.trained]
         placements += [] if self.dense is None else [self.dense.row_placement]
         return [spec.name for placement in placements for spec in placement.specs()]
 
     def rates(self) -> dict[str, float]:
-        """Those of network and rows."""
+        """Return the learning rates of network and rows."""
         return {"lr": self.recipe.lr, "row_lr": self.recipe.row_lr}
 
 
 class ClickTrainer(EmbeddingTrainer):
-    """Trains a model of clicks."""
+    """Trains a click model."""
 
     job = "ctr"
     recipe_class = CtrRecipe
@@ -159,20 +159,20 @@ class ClickTrainer(EmbeddingTrainer):
         if steps >= ENDLESS:
             steps = math.ceil(recipe.epochs * self.samples.num_trained / recipe.batch_size)
         self._period = max(evaluation_period(steps), least)
-        if not self.samples.num_tested:  # a window after the other
+        if not self.samples.num_tested:  # measure by windows of the latest samples
             self._period = math.ceil(max(recipe.progressive, 1) / recipe.batch_size)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
         self._latest = LatestScores(recipe.progressive)
-        # Without clicks, or others, there is no AUC.
+        # AUC needs clicked and other samples.
         self._is_validated = 0 < clicked < self.samples.num_validated and not attempt.options.joins
         self._best = BestValidation[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
         self._ahead: PrefetchRun | None = None
         self._read: deque[ClickBatch] = deque()
-        """What was read ahead, and is not trained on."""
+        """Batches that were read ahead."""
         self._progressive: dict[str, Any] | None = None
-        """What was measured of the latest samples before they were learned from."""
+        """Measures of the latest samples, scored before they were trained on."""
 
     def _batches(self, source: str, samples: Any, recipe: CtrRecipe, attempt: Attempt) -> ClickBatches:
         design, options, cluster = self.design, attempt.options, attempt.cluster
@@ -197,12 +197,11 @@ class ClickTrainer(EmbeddingTrainer):
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """What differs for known data and models."""
         return usual_for(data, stated)
 
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, Any]:
-        """Samples of one's own stay in their files, but for a model with histories, which are made of all samples."""
+        """Return the samples; one's own stay in their files, unless a model builds histories from all of them."""
         source, recipe = options.data or (None if state is None else state.data["source"]), options.recipe
         if is_topic(source):
             return str(source), _topic_samples(str(source), recipe, state, joins=options.joins)
@@ -224,7 +223,7 @@ class ClickTrainer(EmbeddingTrainer):
         return found_again(str(source)), samples
 
     def data(self) -> dict[str, Any]:
-        """Where the samples are, what tells their files from others, and what they have (``SampleLayout``)."""
+        """Return where the samples are, the identity of their files, and their ``SampleLayout``."""
         cursors = {str(stream): list(at) for stream, at in self.samples.where().items()}
         ends = self.samples.ends
         return {
@@ -236,7 +235,6 @@ class ClickTrainer(EmbeddingTrainer):
         }
 
     def restore(self, state: JobState) -> None:
-        """See Trainer."""
         if self.attempt.is_kept:
             self.phases.seconds = {**state.phases}  # all else is in the cluster
         else:
@@ -255,7 +253,7 @@ class ClickTrainer(EmbeddingTrainer):
             self.samples.go_on({int(stream): tuple(at) for stream, at in state.data.get("cursors", {}).items()})
 
     def start(self, stop: Callable[[], bool]) -> None:
-        """Say what begins."""
+        """Print what is about to be trained."""
         del stop
         if not self.samples.num_tested:
             self.attempt.print_line(f"Training {self.recipe.model} on the samples of {self.source} as they come")
@@ -272,38 +270,35 @@ class ClickTrainer(EmbeddingTrainer):
         self.attempt.print_line(looks)
 
     def epochs(self, steps: int) -> str:
-        """See Trainer; of a topic nobody knows how many samples it has, and of shared ones which this worker reads."""
+        """Return the epochs as text, if the number of samples is known: not of a topic, nor of a shared run."""
         if self.samples.num_tested and steps < ENDLESS:
             return super().epochs(steps)
         batch = counted(self.recipe.batch_size, "sample")
         return f"Batches of {batch}, as they come" if steps >= ENDLESS else f"{counted(steps, 'step')} of up to {batch}"
 
     def has_samples(self) -> bool:
-        """See Trainer."""
         if self.samples.is_ready():
             return True
         if self.fields.worker_steps is not None:
-            self.fields.worker_steps.leave()  # nobody waits for steps that do not come
+            self.fields.worker_steps.leave()  # so that no worker waits for steps that do not come
         if self.samples.has_ended():
             self.progress = replace(self.progress, stage_steps=self.progress.part[0])
         return False
 
     def step(self, step: int) -> Tensor | None:
-        """See Trainer."""
         losses: list[Tensor | None] = []
 
         def train() -> None:
             if self.dense is not None:
-                self.optimizer.zero_grad()  # what a lost step has left is of other rows,
+                self.optimizer.zero_grad()  # after a lost step, gradients are those of other rows,
                 self.rows.zero_grad()
-                self.dense.refresh()  # and so are these weights
+                self.dense.refresh()  # and the weights are outdated
             losses.append(super(ClickTrainer, self).step(step))
 
         return losses[0] if self.samples.apply(train) else None
 
     @staticmethod
     def is_kept(options: JobOptions, cluster: Cluster, job: str) -> bool:
-        """See Trainer."""
         if not options.recipe.shares or options.scheduler is None:
             return False
         from geartrain.workers.ctr.shared import is_kept  # needs pyarrow
@@ -311,16 +306,14 @@ class ClickTrainer(EmbeddingTrainer):
         return is_kept(cluster, job)
 
     def settle(self) -> bool:
-        """See Trainer."""
         self.samples.settle()
         return self.attempt.options.scheduler is not None and self.recipe.shares
 
     def leave(self) -> None:
-        """See Trainer."""
         self.samples.close()
 
     def between(self) -> None:
-        """Look at the validation so many times a stage, and end the stage where that has not become better for long."""
+        """Validate at intervals, and end the stage if validation has not improved for ``patience`` of them."""
         if self.progress.part[0] % self._period:
             return
         self._look()
@@ -337,14 +330,14 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress = replace(self.progress, stage_steps=done)
 
     def trained(self) -> None:
-        """Look at the end."""
+        """Validate at the end."""
         self.samples.settle()
         if not self._was_complete:
             self._look()
             self._look_back()
 
     def _look(self) -> None:
-        """Compare the model as it is with the best one before."""
+        """Validate the current model and compare it with the best one so far."""
         step = self.progress.step
         if not self._is_validated or step == self._looked_at:
             return
@@ -361,7 +354,7 @@ class ClickTrainer(EmbeddingTrainer):
         self.attempt.print_line(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
 
     def _look_back(self) -> None:
-        """Say how good the model was on the latest samples, before it learned from each of them."""
+        """Print how good the model was on the latest samples, scored before it was trained on them."""
         scores, step = self._latest.joined(), self.progress.step
         if scores is None:
             return
@@ -387,7 +380,7 @@ class ClickTrainer(EmbeddingTrainer):
                 self._ahead = None
 
     def _batch(self, step: int) -> tuple[ClickBatch, Mapping[str, Tensor]]:
-        """The batch of ``step`` and its vectors, which were perhaps read and pulled ahead."""
+        """Return the batch of ``step`` and its vectors, perhaps read and pulled ahead."""
         if not self.recipe.prefetch:
             batch = self.samples.trained(step)
             with counted_as("pull"):
@@ -400,14 +393,14 @@ class ClickTrainer(EmbeddingTrainer):
         return self._read.popleft(), vectors
 
     def _ids_from(self, step: int) -> Iterator[Mapping[str, Any]]:
-        """Those of the batches of the stage from ``step`` on; the batches themselves are kept in order."""
+        """Yield the ids of the stage's batches from ``step`` on; the batches wait in ``_read``."""
         for number in range(step, self.progress.last_step):
             batch = self.samples.trained(number)
             self._read.append(batch)
             yield batch.ids
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the batch of ``step``."""
+        """Return the loss of the batch of ``step``."""
         batch, vectors = self._batch(step)
         loss: Tensor = self.network(
             {**vectors, **batch.images}, batch.clicks, batch.ids if self.network.per_node else None
@@ -419,18 +412,18 @@ class ClickTrainer(EmbeddingTrainer):
         return loss
 
     def predict(self) -> Scores:
-        """Those of the samples held out."""
+        """Return the scores of the test samples."""
         return self._scored(self.samples.tested())
 
     def _scored(self, batches: Iterable[ClickBatch]) -> Scores:
         return scored(self.network, self.fields, batches, self.design.user)
 
     def _go_to_best(self) -> int:
-        """Take network and rows of the best step back; return which it is."""
+        """Restore network and rows of the best step; return that step."""
         snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
         if snapshot.manifest.step != self.progress.step:
             assert self.cluster is not None
-            if self.recipe.shares:  # the scheduler must not take it for a loss: it restores dropped tables no more
+            if self.recipe.shares:  # dropped tables are not restored: the scheduler would take this restore for a loss
                 for name in self.tables():
                     self.cluster.drop_table(name)
                 self.samples.settle()
@@ -440,7 +433,7 @@ class ClickTrainer(EmbeddingTrainer):
         return snapshot.manifest.step
 
     def report(self) -> dict[str, Any]:
-        """AUC, log loss and calibration of the best model on what is held out."""
+        """Return AUC, log loss and calibration of the best model on the samples held out."""
         recipe, out, best = self.recipe, self.attempt.options.out, self.progress.best
         step = self._go_to_best()
         why = ""
@@ -467,14 +460,14 @@ class ClickTrainer(EmbeddingTrainer):
         return {"held_out": found, **progressive, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:
-        """What the run folder has."""
+        """Return the description of the run folder's files."""
         return "Snapshots, report and calibration.png" if self.samples.num_tested else super().conclude()
 
 
 def scored(
     network: ClickModel, fields: EmbeddingGroup, batches: Iterable[ClickBatch], user: str | None = None
 ) -> Scores:
-    """What the network says of the samples; ``user`` is their field of users. It stays in the mode it was in."""
+    """Return the network's scores of the samples; ``user`` is their field of users. The network's mode is kept."""
     was_training = network.training
     network.eval()
     found = [Scores(np.empty(0), np.empty(0), None if user is None else np.empty(0, np.int64))]
@@ -506,12 +499,12 @@ def _topic_samples(source: str, recipe: CtrRecipe, state: JobState | None, *, jo
     features, ends = recipe.features, None
     if state is not None:
         features = {name: features[name] for name in _kinds_in_order(state.data)}
-        if joins and (kept := state.data["ends"]) is not None:  # all workers of a run end where it does
+        if joins and (kept := state.data["ends"]) is not None:  # all workers of a run end at the same offsets
             ends = {int(partition): offset for partition, offset in kept.items()}
     return TopicSamples(source, recipe.batch_size, features, recipe.kafka, ends)
 
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:
-    """The kinds of the fields that a run was trained on, in the order of its network's inputs: JSON sorted them."""
+    """Return the kinds of a run's training fields, in the order of its network's inputs; JSON has them sorted."""
     kinds = kinds_from_json(data["schema"]["kinds"])
     return {name: kinds[name] for name in (*data["fields"], *data["schema"]["item"]) if name in kinds}

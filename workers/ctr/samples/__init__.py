@@ -1,1 +1,1 @@
-"""Where samples of clicks come from: MovieLens, flights, files of one's own."""
+"""Sources of click samples: MovieLens, flights, one's own files, a Kafka topic."""

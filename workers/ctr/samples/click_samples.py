@@ -1,4 +1,4 @@
-"""Samples with sparse features, and which of them are held out."""
+"""Click samples with sparse features, and their split into training and held-out ones."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json, kind
 
 SPLITS = ("random", "time")
 USER = "user"
-"""The field of samples of one's own whose ids are users."""
+"""Field of one's own samples whose ids are users."""
 TITLES = ("item_title", "item_name")
-"""Fields of texts that people know an item by."""
+"""Fields with texts that name an item."""
 _MOST_VALIDATION = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSchema:
-    """What the fields of samples are, apart from their ids."""
+    """Roles and kinds of the fields of samples."""
 
     item: tuple[str, ...] = ()
-    """Those that tell of the item, its own id first; all others tell of the user and the moment."""
+    """Fields of the item, its own id first; all others are of the user and the moment."""
     user: str | None = None
-    """The field whose ids are users, if each has a history."""
+    """Field whose ids are users, if users have histories; else None."""
     crosses: tuple[tuple[str, ...], ...] = ()
-    """Fields whose ids together have a weight of their own in a linear model; the last may be a bag."""
+    """Tuples of fields whose ids together have a weight in a linear model; the last may be a bag."""
     kinds: Mapping[str, FieldKind] = field(default_factory=dict)
-    """What the values of each field are."""
+    """Kind of the values of each field."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the schema as plain values."""
         crosses = [list(cross) for cross in self.crosses]
         return {"item": list(self.item), "user": self.user, "crosses": crosses, "kinds": kinds_to_json(self.kinds)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SampleSchema:
-        """What :meth:`to_json` returned."""
+        """Return the schema of :meth:`to_json`'s values."""
         crosses = tuple(tuple(cross) for cross in values["crosses"])
         kinds = kinds_from_json(values["kinds"])
         return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses, kinds=kinds)
@@ -53,7 +53,7 @@ class SampleSchema:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickSamples:
-    """N samples: the ids of every field, and whether there was a click."""
+    """N samples: the ids of every field, and clicks."""
 
     fields: Mapping[str, Ids]
     """[N], or [N, L] with :data:`PADDING` after the last id of each."""
@@ -63,22 +63,22 @@ class ClickSamples:
     """[N], Unix seconds; None: unknown."""
     schema: SampleSchema
     outcomes: Ids | None = None
-    """[N]: what is known of a sample afterwards, such as the rating; None: whether there was a click."""
+    """[N]: outcome of each sample, such as the rating; None: the click."""
     held_out_from: int | None = None
-    """Unix seconds from which a split by time holds samples out; None: where their latest fifth begins."""
+    """Unix seconds from which a split by time holds samples out; None: the start of the latest fifth."""
     images: ItemImages | None = None
     histories: Histories | None = None
     words: Mapping[int, str] = field(default_factory=dict)
-    """The texts of ids, as far as they are known: for people, no model reads them."""
+    """Texts of ids, as far as they are known: for people, no model reads them."""
     titles: Mapping[int, str] = field(default_factory=dict)
-    """What people call an item, by its id."""
+    """Title of an item, by its id."""
 
     def __len__(self) -> int:
         return len(self.clicks)
 
     @property
     def is_known(self) -> npt.NDArray[np.bool_]:
-        """Of each sample [N] whether its user and item are known: strangers share no history."""
+        """Whether each sample's user and item are known, bool [N]: unknown users share no history."""
         schema = self.schema
         known = np.ones(len(self), np.bool_)
         for name in filter(None, (schema.user, *schema.item[:1])):
@@ -87,11 +87,11 @@ class ClickSamples:
         return known
 
     def ids(self, indices: npt.NDArray[np.int64]) -> dict[str, Ids]:
-        """The ids of the fields of the samples at ``indices``."""
+        """Return the ids of all fields of the samples at ``indices``."""
         return {name: ids[indices] for name, ids in self.fields.items()}
 
     def subset(self, indices: npt.NDArray[np.int64]) -> ClickSamples:
-        """Those at ``indices``."""
+        """Return the samples at ``indices``."""
         return replace(
             self,
             fields=self.ids(indices),
@@ -120,18 +120,18 @@ def split(
     fresh: bool = False,
     validation: bool = False,
 ) -> tuple[ClickSamples, ClickSamples]:
-    """Part samples in those to train on and those to test with.
+    """Split samples into training and test samples.
 
-    ``random``: the last fifth of a permutation by ``seed`` is tested. ``time``: those from ``held_out_from`` on, or
-    the latest fifth; of equal times the order stays. With ``validation`` those to train on are parted once more in the
-    same way (by time: their latest fifth), and nothing is left of the others: what settings are to be chosen by.
+    ``random``: the last fifth of a permutation by ``seed`` is tested. ``time``: samples from ``held_out_from`` on, or
+    the latest fifth; equal times stay in order. With ``validation`` the training samples are split once more in the
+    same way (by time: their latest fifth), and the others are dropped: to choose settings by.
 
-    With ``history`` > 0 a sample gets the events of its user before it, the latest so many. An event is a sample to
-    train on that is strictly earlier: so nothing of the future is seen, and no outcome that is to be told. ``fresh``
-    histories go on through those to test with, as a service's do: all strictly earlier samples are events.
+    With ``history`` > 0 a sample gets so many of the latest events of its user before it. An event is a strictly
+    earlier training sample: so a history holds nothing of the future, and no outcome that is to be predicted. ``fresh``
+    histories include test samples, as a service's do: all strictly earlier samples are events.
 
-    Raises ConfigError for another kind, if a part would be empty, if something has no times, users or items, or for
-    ``fresh`` histories where samples are held out at random.
+    Raises ConfigError for another kind, an empty part, missing times, users or items, or ``fresh`` histories with
+    samples held out at random.
     """
     if fresh and kind != "time":
         raise ConfigError("fresh histories would hold outcomes of a random part that are to be told; take split=time")
@@ -146,7 +146,7 @@ def split(
 
 
 def part_validation(held_out: ClickSamples, seed: int) -> tuple[ClickSamples, ClickSamples]:
-    """Part what is held out in an eighth, drawn at random, to choose the best step by, and the rest to test it with."""
+    """Split held-out samples at random: an eighth to choose the best step by, and the rest to test it."""
     order = np.random.default_rng(seed + 2).permutation(len(held_out))
     chosen, tested = np.split(order, [min(len(order) // 8, _MOST_VALIDATION)])
     return held_out.subset(np.sort(chosen)), held_out.subset(np.sort(tested))
@@ -175,7 +175,7 @@ def _parted(
 
 
 def histories_within(samples: ClickSamples, events: npt.NDArray[np.int64], length: int) -> Histories:
-    """The latest ``length`` of ``events``, which are samples, before each sample. Raises ConfigError."""
+    """Return the latest ``length`` of ``events``, indices of samples, before each sample. Raises ConfigError."""
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
         raise ConfigError(
@@ -189,7 +189,7 @@ def histories_within(samples: ClickSamples, events: npt.NDArray[np.int64], lengt
 
 
 def histories_after(past: ClickSamples, samples: ClickSamples, length: int) -> Histories:
-    """The latest ``length`` events of ``past`` before each of ``samples``; all are before those without times."""
+    """Return the latest ``length`` events of ``past`` before each of ``samples``; without times, of all events."""
     user, item = past.schema.user, past.schema.item[0]
     assert user is not None and past.times is not None
     outcomes = past.clicks.astype(np.int64) if past.outcomes is None else past.outcomes

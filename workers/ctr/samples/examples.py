@@ -1,9 +1,9 @@
-"""A handful of training samples, choices and names of items, for people who try a model: without personal columns.
+"""Examples for people who try a model: a few training samples, choices and names of items, without personal columns.
 
-Ids of users, histories, hashes and columns named ``private`` are never kept. A value of any other column is kept only
-where :data:`PEOPLE` users have it, and a sample keeps several columns only where so many users share their combination,
-that with the item and all that is told of it. Of samples without a field of users, which has one id each, nothing but
-fields of the item is kept, and the samples are counted themselves: :data:`EVENTS` of them.
+Ids of users, histories, hashes and columns named ``private`` are never kept. A value of another column is kept only if
+:data:`PEOPLE` users have it, and a sample keeps several columns only if as many users share their combination, its item
+and all columns of the item included. Without a field of users, which has one id a sample, only fields of the item are
+kept, and samples are counted instead: :data:`EVENTS` of them.
 Legend: N samples, L ids of the longest bag.
 """
 
@@ -24,14 +24,14 @@ from geartrain.workers.ctr.samples.click_samples import PADDING, TITLES, USER, C
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, TEXT
 
 FILE = "examples.json"
-"""Among the files of a job's snapshots, and in an export."""
+"""Name of the file in a job's snapshots, and in an export."""
 PEOPLE, EVENTS = 10, 100
 _LOOKED_AT = 200_000
 _SAMPLES, _CHOICES, _ITEMS, _TITLES = 5, 100, 50, 20_000
 
 
 def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
-    """JSON of ``samples``, ``choices`` of fields, popular ``items``, and ``titles`` of the field ``item`` by its id.
+    """Return JSON of ``samples``, ``choices`` of fields, popular ``items``, and ``titles`` by id of the field ``item``.
 
     Raises ConfigError for a ``private`` name that is no field.
     """
@@ -43,7 +43,7 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
     some = samples.subset(np.random.default_rng(0).permutation(len(samples))[:_LOOKED_AT])
     schema, fields = some.schema, some.fields
     users, least = np.arange(len(some)), EVENTS
-    user = schema.user or USER  # without items it is a field of users, too
+    user = schema.user or USER  # also a field of users where there are no items
     has_users = user in fields and fields[user].ndim == 1
     if has_users:
         users, least = np.unique(fields[user], return_inverse=True)[1], PEOPLE
@@ -54,7 +54,7 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
     }
     item = tuple(name for name in schema.item if name in common)
     if item[:1] != schema.item[:1] or (item and fields[item[0]].ndim > 1):
-        item = ()  # without its id, nothing of it is shown
+        item = ()  # without its id, no field of it is shown
     known_items = common[item[0]] if item else np.empty(0, np.int64)
     popular = known_items[:_ITEMS]
     titles = {} if set(private).intersection(TITLES) else samples.titles
@@ -84,19 +84,19 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
 
 
 def read_examples(folder: Path) -> dict[str, Any]:
-    """What :func:`examples_file` made, of an export; nothing in one without."""
+    """Return what :func:`examples_file` wrote to an export; empty if there is no file."""
     path = folder / FILE
     return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def fields_shown(examples: Mapping[str, Any]) -> list[str]:
-    """The fields that there are values of in what :func:`read_examples` returned."""
+    """Return the fields that have values in the result of :func:`read_examples`."""
     each = [*examples.get("samples", ()), *examples.get("items", ()), examples.get("choices", {})]
     return sorted({name for values in each for name in values})
 
 
 def _common_ids(samples: ClickSamples, name: str, users: Ids, least: int) -> Ids:
-    """The ids of a field that so many users have and whose values are known, those of most users first."""
+    """Return the ids of a field that enough users have and whose values are known, those of most users first."""
     ids = samples.fields[name].reshape(len(samples), -1)
     is_there = ids != PADDING
     if samples.schema.kinds[name].item == TEXT:
@@ -108,13 +108,13 @@ def _common_ids(samples: ClickSamples, name: str, users: Ids, least: int) -> Ids
 
 
 def _users_of(codes: Ids, users: Ids) -> Ids:
-    """How many users have each of the codes, which are 0, 1, …"""
+    """Return the number of users of each of the codes 0, 1, …"""
     pairs = np.unique(codes * (int(users.max(initial=0)) + 1) + users)
     return np.bincount(pairs // (int(users.max(initial=0)) + 1))
 
 
 def _have_common(samples: ClickSamples, common: Mapping[str, Ids]) -> npt.NDArray[np.bool_]:
-    """Which samples [N] have none but common ids in these fields."""
+    """Return whether each sample has only common ids in these fields, bool [N]."""
     found = np.ones(len(samples), np.bool_)
     for name, known in common.items():
         ids = samples.fields[name].reshape(len(samples), -1)
@@ -123,23 +123,23 @@ def _have_common(samples: ClickSamples, common: Mapping[str, Ids]) -> npt.NDArra
 
 
 def _joined(codes: Ids, ids: Ids) -> Ids:
-    """Codes 0, 1, … of the pairs of a code and the ids [N] or [N, L] of a sample."""
+    """Return codes 0, 1, … of pairs: a sample's code, and its ids [N] or [N, L]."""
     found, own = np.unique(ids, return_inverse=True, axis=0 if ids.ndim > 1 else None)
     return np.asarray(np.unique(codes * len(found) + own.reshape(-1), return_inverse=True)[1])
 
 
 def _first(codes: Ids) -> Ids:
-    """Where each code is first, in that order."""
+    """Return the first place of each code, in ascending order."""
     return np.sort(np.unique(codes, return_index=True)[1])
 
 
 def _shared(
     samples: ClickSamples, common: Mapping[str, Ids], items: Ids, rows: Ids, users: Ids, least: int
 ) -> tuple[list[str], Ids]:
-    """The fields that ``rows`` have in combinations of so many users each, with the codes ``items`` of their items,
-    and those rows, different ones first.
+    """Return fields whose combinations in ``rows`` enough users share, and those rows, distinct ones first.
 
-    Fields of the fewest ids come first; one that would leave fewer combinations than samples are wanted is left out.
+    ``items`` are codes of the rows' items, a part of each combination. Fields with the fewest ids come first; one that
+    would leave fewer combinations than samples are wanted is left out.
     """
     kept: list[str] = []
     codes, chosen, combinations = items, rows, min(len(_first(items[rows])), _SAMPLES)
@@ -156,7 +156,7 @@ def _shared(
 
 
 def _sample(samples: ClickSamples, names: Sequence[str], row: int) -> dict[str, Any]:
-    """These fields of a sample as JSON has them."""
+    """Return these fields of a sample as JSON values."""
     found = {}
     for name in names:
         values = _values(samples, name, np.atleast_1d(samples.fields[name][row]))

@@ -1,4 +1,4 @@
-"""What a network looks up for a sample: the vectors of its fields, of pairs of them, and of what happened before.
+"""Features of a network: the fields, or pairs of fields, whose ids are looked up for a sample and its history.
 
 Without torch: a service reads samples by it, too.
 """
@@ -16,7 +16,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.workers.ctr.samples.click_samples import PADDING
 
 HISTORY, HISTORY_ITEMS = "history", "history_items"
-"""What stands for the events of a history in the place of a field: ids of item and outcome together; of the item."""
+"""Names, in the place of a field, of a history's events: ids of item and outcome together; ids of the item."""
 HISTORY_OUTCOMES = "history_outcomes"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,25 +28,25 @@ class SampleFeature:
     name: str
     dim: int
     of: tuple[str, ...]
-    """The field whose ids are looked up, :data:`HISTORY` among them; of several an id for each combination of ids."""
+    """Fields whose ids are looked up, or :data:`HISTORY`; several: an id for each combination of their ids."""
     pooling: PoolingName | None = "mean"
     table: str
-    """Without the name of the job."""
+    """Name of the table, without the job's name."""
     latest: int | None = None
-    """So many ids of a list count, the last ones that are there; None: all of them."""
+    """Number of ids used of a list, its last ones; None: all."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the feature as plain values."""
         return {**asdict(self), "of": list(self.of)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SampleFeature:
-        """What :meth:`to_json` returned."""
+        """Return the feature of :meth:`to_json`'s values."""
         return cls(**{**values, "of": tuple(values["of"])})
 
 
 def ids_by_feature(features: Iterable[SampleFeature], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of each feature, from those of the fields; the ids of several fields are :func:`crossed`."""
+    """Return the ids of each feature, from those of the fields; ids of several fields are :func:`crossed`."""
     found = {}
     for feature in features:
         first, *others = feature.of
@@ -60,7 +60,7 @@ def ids_by_feature(features: Iterable[SampleFeature], fields: Mapping[str, Any])
 
 
 def latest_ids(ids: Ids, count: int) -> Ids:
-    """The last ``count`` ids of each list [N, L] that are there, with padding behind them alone."""
+    """Return the last ``count`` ids of each list [N, L], followed by padding."""
     is_there = ids != PADDING
     lengths = is_there.sum(1, keepdims=True)
     there_first = np.take_along_axis(ids, np.argsort(~is_there, 1, kind="stable"), 1)
@@ -70,7 +70,7 @@ def latest_ids(ids: Ids, count: int) -> Ids:
 
 
 def latest_of_bags(values: Ids, offsets: Ids, count: int) -> tuple[Ids, Ids]:
-    """As :func:`latest_ids`, of lists that lie one behind the other."""
+    """Return :func:`latest_ids` of consecutive lists."""
     is_there = values != PADDING
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_there)])[offsets]
     begins = np.maximum(ends[:-1], ends[1:] - count)
@@ -80,9 +80,9 @@ def latest_of_bags(values: Ids, offsets: Ids, count: int) -> tuple[Ids, Ids]:
 
 
 def crossed(first: Ids, second: Ids) -> Ids:
-    """An id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding of ``second`` stays."""
+    """Return an id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding there stays."""
     left = first if second.ndim == first.ndim else first[:, None]
     mixed = (left.view(np.uint64) * _GOLDEN) ^ second.view(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that ids near each other do not meet
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that pairs of similar ids do not collide
     pairs: Ids = (mixed >> np.uint64(1)).view(np.int64)
     return np.where(second == PADDING, PADDING, pairs)

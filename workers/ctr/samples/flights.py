@@ -23,7 +23,7 @@ FILE = "flights-3m.parquet"
 SHA256 = "dbeb920c90f59b6ccaff823dcc3d08f25a97fa1ce128d93f40be4e931f5900b0"
 LATE_MINUTES = 15
 HELD_OUT_FROM = 988_675_200
-"""1 May 2001, 0:00 UTC; times of the file have no zone."""
+"""1 May 2001, 0:00 UTC; the file's times have no zone."""
 SCHEMA = SampleSchema(
     item=("destination",),
     crosses=(

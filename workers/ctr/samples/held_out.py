@@ -1,4 +1,4 @@
-"""Which samples of files are held out, where no more than a part of them is in memory."""
+"""Choice of the samples of files that are held out, with only one part of them in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.own import OwnSamples
 
 _TIMES_OF_PART = 64
-"""Evenly spaced among those of a part: what the time is found by from which on samples are held out."""
+"""Evenly spaced times of a part, by which the start of the held-out time is found."""
 
 
 class HeldOutPart(NamedTuple):
-    """Rows of one part, in order."""
+    """Rows of one part by their use, in order."""
 
     train: npt.NDArray[Any]
     validation: npt.NDArray[Any]
@@ -25,23 +25,23 @@ class HeldOutPart(NamedTuple):
 
 
 class HeldOut:
-    """Which rows of each part are held out: a function of the seed and the part, or of their times.
+    """Held-out rows of each part: a function of the seed and the part, or of the rows' times.
 
-    ``random``: of a fifth of the rows at random, of each part or, if that would be more than ``recipe.held_out``, of
-    some parts. ``time``: the latest fifth, or the latest ``held_out``; rows of one time stay together, but where those
-    of the latest one alone are more: then so many of them at random. An eighth of what is held out, at random, is the
-    validation, the rest the test. With ``recipe.validation`` both are of a fifth of the rows that are left, and what is
-    held out is not looked at.
+    ``random``: a fifth of the rows of each part or, if that would be more than ``recipe.held_out``, of some parts.
+    ``time``: the latest fifth, or the latest ``held_out``; rows of one time stay together, unless those of the latest
+    time alone are more: then so many of them at random. An eighth of the held-out rows, at random, is the validation,
+    the rest the test. With ``recipe.validation`` both come from a fifth of the remaining rows, and those held out are
+    ignored.
     """
 
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe) -> None:
-        """By time it reads the times of all samples twice. Raises ConfigError if a part would be empty."""
+        """By time, all samples' times are read twice. Raises ConfigError if a part would be empty."""
         self._samples, self._seed = samples, recipe.seed
         self._last: tuple[int, HeldOutPart] | None = None
         rows = np.asarray(samples.part_rows, np.int64)
         self._late: list[tuple[int, Ids, Ids]] = []
-        """By time: what is left out, then what is held out: the time from which on its rows are, how many of each part
-        these are, and how many of them are taken."""
+        """By time, for rows left out, then for rows held out: their first time, the number of rows of each part from it
+        on, and how many of these are used."""
         if recipe.split == "time":
             left_out, held_out = self._by_time(samples, recipe)
         else:
@@ -54,7 +54,7 @@ class HeldOut:
         self.train_rows: list[int] = (rows - left_out - held_out).tolist()
         self.num_validated, self.num_tested = int(self._validated.sum()), int((held_out - self._validated).sum())
         self.parts = np.flatnonzero(held_out).tolist()
-        """Those that have rows held out."""
+        """Parts with rows that are held out."""
         if not held_out.sum() or not sum(self.train_rows):
             raise ConfigError(
                 f"there are {rows.sum()} samples, {held_out.sum()} of them to be held out; give at least 5, and of "
@@ -99,7 +99,7 @@ class HeldOut:
         return taken - held_out, held_out
 
     def parted(self, part: int) -> HeldOutPart:
-        """Of the rows of a part which are what. Raises SourceDamaged if they are others than were counted."""
+        """Return the uses of a part's rows. Raises SourceDamaged if the rows are not those that were counted."""
         if self._last is None or self._last[0] != part:
             self._last = part, self._parted(part)
         return self._last[1]
@@ -127,14 +127,15 @@ class HeldOut:
 
 
 def _shares(rows: Ids, parts: int) -> Ids:
-    """Of the rows of each part so many that all together are a ``parts``-th of all rows."""
+    """Return a number of rows for each part, in all a ``parts``-th of the rows."""
     shares: Ids = np.diff(np.cumsum(rows) // parts, prepend=0)
     return shares
 
 
 def _time_from(times: Ids, weights: npt.NDArray[np.float64], most: int) -> tuple[int, int | None]:
-    """The earliest time from which on there are at most a fifth of the rows, and at most ``most``. Where the latest one
-    of several times alone has more rows, that one, and how many of them.
+    """Return the earliest time from which on there are at most a fifth of the rows, and at most ``most``; and None.
+
+    If the latest of several times alone has more rows, return that time, and how many of its rows to use.
     """
     moments, places = np.unique(times, return_inverse=True)
     from_there = np.rint(np.cumsum(np.bincount(places, weights, len(moments))[::-1])[::-1])

@@ -1,6 +1,6 @@
-"""What each sample's user did before it.
+"""Histories: the events of each sample's user before it.
 
-The events of all users lie in one row, by user and time, so that a history is a slice of it: memory grows with the
+The events of all users are in one array, by user and time, and a history is a slice of it: memory grows with the
 samples, not with the length of histories.
 
 Legend: N samples, E events.
@@ -18,23 +18,23 @@ from geartrain.ams.values.specs import Ids
 
 @dataclass(frozen=True)
 class Histories:
-    """Of each of N samples a slice of the events, the oldest first; it may be empty."""
+    """Histories of N samples, each a slice of the events, the oldest first; it may be empty."""
 
     items: Ids
-    """[E], of each event."""
+    """[E], item of each event."""
     outcomes: Ids
-    """[E]: what came of it, such as a rating."""
+    """[E]: outcome of each event, such as a rating."""
     begin: Ids
-    """[N]."""
+    """[N], start of each slice."""
     end: Ids
-    """[N]."""
+    """[N], end of each slice."""
 
     def subset(self, indices: npt.NDArray[np.int64]) -> Histories:
-        """Those of the samples at ``indices``, of the same events."""
+        """Return the histories of the samples at ``indices``, with the same events."""
         return replace(self, begin=self.begin[indices], end=self.end[indices])
 
     def take(self, indices: npt.NDArray[np.int64]) -> tuple[Ids, Ids]:
-        """Of the samples at ``indices`` [B]: where their events are among all of them, and B + 1 offsets into that."""
+        """Return the positions of the events of the samples at ``indices`` [B], and B + 1 offsets into these."""
         begin, lengths = self.begin[indices], self.end[indices] - self.begin[indices]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         places: Ids = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], lengths)
@@ -44,10 +44,10 @@ class Histories:
 def histories_before(
     users: Ids, items: Ids, outcomes: Ids, times: Ids, *, events: npt.NDArray[np.int64], length: int
 ) -> Histories:
-    """The histories of samples with ``users``, ``items``, ``outcomes`` and ``times``, each [N].
+    """Return the histories of samples with ``users``, ``items``, ``outcomes`` and ``times``, each [N].
 
-    Only the samples at ``events`` become events; each is in the histories of its user's strictly later samples. The
-    latest ``length`` of them stay; of equal times the order of the samples.
+    Only the samples at ``events`` become events; each is in the histories of its user's strictly later samples. A
+    history keeps its latest ``length`` events; equal times keep the order of the samples.
     """
     _, user = np.unique(users, return_inverse=True)
     moments, moment = np.unique(times, return_inverse=True)

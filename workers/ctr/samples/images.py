@@ -19,7 +19,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 
 SIDE = 12
-"""Pixels."""
+"""Pixels of a side."""
 _FIRST_YEAR, _YEARS = 1920, 80
 
 
@@ -28,17 +28,17 @@ class ItemImages:
     """An image for each of K items."""
 
     items: Ids
-    """[K], rising."""
+    """[K], ascending."""
     pixels: npt.NDArray[np.float32]
-    """[K, P], in [0, 1]."""
+    """[K, P], one image a row, in [0, 1]."""
 
     @property
     def dim(self) -> int:
-        """P."""
+        """Numbers of an image (P)."""
         return int(self.pixels.shape[1])
 
     def of(self, ids: Ids) -> npt.NDArray[np.float32]:
-        """The images [B, P] of the items ``ids`` [B]. Raises ConfigError that names an item without one."""
+        """Return the images [B, P] of the items ``ids`` [B]. Raises ConfigError that names an item without one."""
         places = np.minimum(np.searchsorted(self.items, ids), len(self.items) - 1)
         missing = np.flatnonzero(self.items[places] != ids)
         if len(missing):

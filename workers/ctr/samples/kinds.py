@@ -1,4 +1,4 @@
-"""What the values of each field are: read in training, kept with the model, and asked of everybody who uses it.
+"""Kinds of the fields' values: read in training, kept with the model, and required of its requests.
 
 Without torch: a service reads samples by it, too.
 """
@@ -20,12 +20,12 @@ from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 
 PADDING = -1
-"""Stands for no id."""
+"""Marker for no id."""
 INTEGER, TEXT, BOOLEAN = "integer", "text", "boolean"
 ID_OF_MISSING: Mapping[str, int] = {INTEGER: PADDING, BOOLEAN: PADDING, TEXT: int(hash_strings([""])[0])}
-"""The id of a missing value of samples of one's own: of numbers none at all, of texts that of the empty one."""
+"""Id of a missing value in one's own samples: for numbers none, for texts that of the empty text."""
 _HASH = "xxh3, 63 bits"
-"""How an id is made of a text: ``hash_strings``."""
+"""Name of the hash from texts to ids: ``hash_strings``."""
 _DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
 _SIGNED = re.compile("-?[1-9][0-9]{0,19}|0")
 _OF_FOLDED = "give an integer from -2^63 to 2^64 - 1, as a number or as its decimal digits"
@@ -39,33 +39,33 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FieldKind:
-    """Integers, which are ids themselves, texts, which are hashed, or booleans, whose ids are 0 and 1."""
+    """Kind of a field's values: integers, which are ids, texts, which are hashed, or booleans, with ids 0 and 1."""
 
     item: str
     is_list: bool = False
-    """Whether a sample has a list of values; one value is a list of one then."""
+    """Whether a sample has a list of values; a single value is then a list of one."""
     fill: int | None = None
-    """The id of a missing value; None: it must not miss."""
+    """Id of a missing value; None: values must not be missing."""
     fold: bool = False
-    """Whether integers are any 64-bit values, which ``gt.fold_ids`` makes ids of; -1 is such a value then."""
+    """Whether integers are any 64-bit values, mapped to ids by ``gt.fold_ids``; -1 is such a value then."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the kind as plain values."""
         return {**asdict(self), "hash": _HASH if self.item == TEXT else None}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FieldKind:
-        """What :meth:`to_json` returned. Raises ConfigError for a kind, or a hash, that this version does not know."""
+        """Return the kind of :meth:`to_json`'s values. Raises ConfigError for a kind, or a hash, of another version."""
         kind = cls(**{name: values.get(name) for name in ("item", "is_list", "fill", "fold")})  # type: ignore[arg-type]
         if kind.item not in _PLURALS or kind.to_json() != values:
             raise ConfigError(f"the values of a field are {quoted(values)}; use the version that trained the model")
         return kind
 
     def ids(self, values: Sequence[Any], where: Callable[[int], str]) -> Ids:
-        """The id [N] of each of N values as JSON, numpy and Parquet have them; bytes are texts.
+        """Return the ids [N] of N values, of JSON, numpy or Parquet; bytes are texts.
 
-        The decimal digits of an integer are the integer, 0 and 1 are booleans; nothing else is converted. ``where``
-        names a value by its place. Raises InvalidArgument that names the first one of another kind.
+        An integer may be given in decimal digits, a boolean as 0 or 1; nothing else is converted. ``where`` names a
+        value by its place. Raises InvalidArgument that names the first value of another kind.
         """
         types = set(map(type, values))
         if types == {int} and self.item == INTEGER and min(values) >= 0 and max(values) < 2**63:
@@ -86,7 +86,7 @@ class FieldKind:
         return f"lists of {_PLURALS[self.item]}" if self.is_list else _PLURALS[self.item]
 
     def bags(self, values: Sequence[Any], where: Callable[[int], str]) -> Ids:
-        """The ids [N, L] of the values of N samples, each one value or a list; an empty list is nothing.
+        """Return the ids [N, L] of N samples' values, each one value or a list; an empty list has no ids.
 
         Raises InvalidArgument, also for a list where training had single values.
         """
@@ -110,7 +110,7 @@ class FieldKind:
             )
 
     def _id(self, value: object) -> int | None:
-        """None: it is of another kind."""
+        """Return the id of a value; None: it is of another kind."""
         if isinstance(value, str | bytes) and self.item == TEXT:
             with suppress(InvalidIds):  # a lone surrogate, which JSON can write
                 return int(hash_strings([value])[0])
@@ -129,17 +129,17 @@ class FieldKind:
 
 
 def kinds_from_json(said: Mapping[str, Any]) -> dict[str, FieldKind]:
-    """The kinds by field. Raises ConfigError."""
+    """Return the kinds by field. Raises ConfigError."""
     return {name: FieldKind.from_json(values) for name, values in said.items()}
 
 
 def kinds_to_json(kinds: Mapping[str, FieldKind]) -> dict[str, Any]:
-    """As plain values."""
+    """Return the kinds as plain values."""
     return {name: kind.to_json() for name, kind in kinds.items()}
 
 
 def side_by_side(bags: Sequence[Ids]) -> Ids:
-    """The ids [N, L] of N lists, with padding behind them; L is a power of two."""
+    """Return the ids [N, L] of N lists, each followed by padding; L is a power of two."""
     lengths = np.array([len(bag) for bag in bags])
     padded = np.full((len(bags), width_of(int(lengths.max()))), PADDING, np.int64)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(bags)
@@ -147,7 +147,7 @@ def side_by_side(bags: Sequence[Ids]) -> Ids:
 
 
 def width_of(length: int) -> int:
-    """The power of two that holds so many."""
+    """Return the least power of two >= ``length``."""
     return 1 << (max(1, length) - 1).bit_length()
 
 

@@ -83,7 +83,7 @@ def read_movielens(folder: Path) -> ClickSamples:
     """Read the three files in ``folder``: the ids of fields user, item, age, gender, occupation, zip, genres and year.
 
     Users, items, ages (years) and years are their own ids; texts are hashed. Raises ConfigError that names file, line
-    and value of what is missing or cannot be.
+    and value of what is missing or invalid.
     """
     users, items, ratings = folder / USERS, folder / ITEMS, folder / RATINGS
     of_user = _read(users, ("user_id", "age", "gender", "occupation", "zip_code"))
@@ -179,7 +179,7 @@ def _ids(path: Path, rows: Lines, column: str) -> Ids:
 
 
 def _places(path: Path, column: str, wanted: Ids, source: Path, known: Ids) -> Ids:
-    """Where each of ``wanted`` is among ``known``."""
+    """Return the position of each of ``wanted`` among ``known``."""
     place_of: Mapping[int, int] = {entry: place for place, entry in enumerate(known.tolist())}
     found = np.array([place_of.get(entry, -1) for entry in wanted.tolist()], np.int64)
     if (found < 0).any():
@@ -189,7 +189,7 @@ def _places(path: Path, column: str, wanted: Ids, source: Path, known: Ids) -> I
 
 
 def _bags(words: Sequence[Sequence[str]]) -> Ids:
-    """The ids of lists of words [N, longest], with padding."""
+    """Return the ids of lists of words [N, longest], with padding."""
     bags = np.full((len(words), max(map(len, words), default=1) or 1), PADDING, np.int64)
     for place, some in enumerate(words):
         if some:

@@ -1,4 +1,4 @@
-"""Choice of the samples without a click that are learned from, by a hash: the same whichever worker reads them."""
+"""Choice of training samples without a click, by a hash: the same on every worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Hashes = npt.NDArray[np.uint64]
 def learned_from(
     columns: Iterable[Ids | Hashes], clicks: npt.NDArray[np.float32], part: float
 ) -> npt.NDArray[np.int64]:
-    """The places of clicked samples, and of about the ``part`` of the others whose hash of all ``columns`` [N] or
-    [N, L] is low; of none that is so, the place of the lowest, since nothing is learned from no sample.
+    """Return the places of clicked samples, and of about the ``part`` of the others with the lowest hashes.
+
+    The hash is over all ``columns`` [N] or [N, L]. At least one place is returned, as no step can train on none.
     """
     hashes = np.zeros(len(clicks), np.uint64)
     for values in columns:
@@ -29,9 +30,7 @@ def learned_from(
 
 
 def columns_of(batch: SampleBatch) -> Iterable[Ids | Hashes]:
-    """Yield what is hashed of each sample of a batch: its columns by name, and its place in the data, as other samples
-    may have the same values.
-    """
+    """Yield a batch's values to hash: columns by name, and places in the data, as samples may be equal."""
     yield from batch.places or ()
     for name in sorted(batch):
         hashes, level = _hashed(batch[name]), batch.level_of.get(name)

@@ -1,4 +1,4 @@
-"""Samples of clicks in files of one's own, Parquet, CSV or sample trees: a column for each field, and ``click``."""
+"""Click samples in one's own files, Parquet, CSV or sample trees: a column for each field, and ``click``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _NAME_OF = {item: name for name, item in ITEMS.items()}
 
 
 class OwnSamples:
-    """Samples of which one part after another is read: a :class:`~geartrain.workers.samples.source.SampleSource`.
+    """Samples in files, read part by part: a :class:`~geartrain.workers.samples.source.SampleSource`.
 
-    ``click`` is 0 or 1, ``time`` is a timestamp or Unix seconds, if there is one; neither may miss. Every other column
-    is a field: integers are ids, texts are hashed, lists of either are bags; what is missing has its
-    :data:`ID_OF_MISSING`. ``item`` and what begins with ``item_`` tell of the item, all others of the user and the
-    moment.
+    ``click`` is 0 or 1, ``time`` (optional) is a timestamp or Unix seconds; neither may be missing. Every other column
+    is a field: integers are ids, texts are hashed, lists of either are bags; a missing value has its
+    :data:`ID_OF_MISSING`. ``item`` and names that begin with ``item_`` are fields of the item, all others of the user
+    and the moment.
     """
 
     def __init__(
@@ -61,19 +61,20 @@ class OwnSamples:
         features: Mapping[str, FeatureSettings] | None = None,
         files: FileSettings = PLAIN_FILES,
     ) -> None:
-        """Find the files, and see what their columns are.
+        """Find the files, and determine the types of their columns.
 
         Args:
             place: A file, a folder, a pattern or a URL.
-            clicks: Whether ``click`` is read; else nothing was clicked.
+            clicks: Whether ``click`` is read; otherwise all clicks are 0.
             times: Whether ``time`` is read if there is one.
-            kinds: Those that a model was trained on: CSV is read as they say, values of another kind in Parquet are
-                converted where that is exact, further columns are left alone, and they say what is folded.
-            fold: Fields of any 64-bit integers, which ``gt.fold_ids`` makes ids of.
-            features: What a recipe says of them.
-            files: How CSV is written.
+            kinds: Kinds of a trained model's fields: CSV is read by them, values of another kind in Parquet are
+            converted
+                where that is exact, further columns are ignored, and they say which fields are folded.
+            fold: Fields of any 64-bit integers, mapped to ids by ``gt.fold_ids``.
+            features: A recipe's settings of fields.
+            files: Format of CSV.
 
-        Raises SourceError that names file, column and row, ConfigError without any field.
+        Raises SourceError that names file, column and row; ConfigError without any field.
         """
         in_files = IN_THE_FILE if kinds is None else AS_TRAINED
         self.place, self._remedies = place, in_files if features is None else IN_THE_RECIPE
@@ -119,8 +120,8 @@ class OwnSamples:
     def _type_of(
         self, name: str, kind: FieldKind | None, said: FeatureSettings | None, fold: Sequence[str]
     ) -> ColumnType:
-        """The type to read a column as: what is said; the field's, of CSV, and of what has no type that samples have;
-        integers if the time is moments.
+        """Return the type to read a column as: the stated one; the field's, for CSV and for types that samples do not
+        have; integers if the time is a moment.
         """
         schema = self._source.schema
         require_column(name, schema.names, self.place)
@@ -153,7 +154,7 @@ class OwnSamples:
                 raise ColumnMismatch(f"column {name!r} of {self.place} holds {what}")
         kinds = self.kinds
         self._others = [name for name, kind in kinds.items() if not _is_read(types[name], kind)]
-        """Columns of another kind than the field's."""
+        """Columns of another kind than their field's."""
         own = [name for name in kinds if name not in self._others]
         self._texts = {name: str(types[name]) for name in own if types[name].item == "string"}
         self._booleans = [name for name in own if types[name].item == "bool"]
@@ -166,8 +167,9 @@ class OwnSamples:
         )
 
     def read(self, part: int) -> Rows:
-        """See SampleSource. A slice raises SourceDamaged, too, for what is no id or click, and InvalidArgument for a
-        value of another kind.
+        """Return the rows of a part; slices of them are checked.
+
+        A slice raises SourceDamaged also for an invalid id or click, and InvalidArgument for a value of another kind.
         """
         with remedies(self._remedies):
             rows = self._source.read(part)
@@ -189,7 +191,7 @@ class OwnSamples:
         return found
 
     def _converted(self, start: int, name: str, column: Any) -> Any:
-        """A column of the field's kind."""
+        """Return a column converted to the field's kind."""
         kind = self.kinds[name]
         values = column.to_pylist()
         ids = kind.bags(values, lambda at: f"{self.place}, sample {start + at}: {name}") if values else np.empty((0, 1))
@@ -197,7 +199,7 @@ class OwnSamples:
         return column_of_bags(ids.reshape(-1).astype(np.int64), offsets if kind.is_list else None)
 
     def features(self, said: Mapping[str, FeatureSettings]) -> dict[str, FeatureSettings]:
-        """What is ``said`` of the fields, and what they were found to be."""
+        """Return the fields' settings: those in ``said``, completed by the types that were found."""
         return {
             **said,
             **{
@@ -211,10 +213,8 @@ class OwnSamples:
         }
 
     def times(self, part: int) -> Ids:
-        """The times of the samples of a part, in whole seconds; nothing else is read. Raises ConfigError if there are
-        none.
-        """
-        with remedies(IN_THE_FILE):  # a recipe says nothing of the time
+        """Return the times of a part's samples, in whole seconds, reading nothing else. Raises ConfigError without times."""
+        with remedies(IN_THE_FILE):  # recipes have no settings of the time
             found = self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
         self._require_times(self._starts[part], found)
         return found if found.dtype == np.int64 else np.floor(found).astype(np.int64)
@@ -238,11 +238,11 @@ class OwnSamples:
         )
 
     def in_memory(self) -> ClickSamples:
-        """All of them."""
+        """Return all samples."""
         return self.gathered([self.read(part).slice(0, count) for part, count in enumerate(self.part_rows)])
 
     def gathered(self, rows: Sequence[SampleRows]) -> ClickSamples:
-        """Those of ``rows``, as samples in memory."""
+        """Return the samples of ``rows``, in memory."""
         batches = [some.batch({}) for some in rows]
         columns: dict[str, npt.NDArray[Any]] = {}
         for name in [*self.kinds, CLICK, TIME]:
@@ -266,7 +266,7 @@ class OwnSamples:
         )
 
     def _words(self) -> dict[int, str]:
-        """The texts of ids, of the first parts, in columns with few of them."""
+        """Return texts of ids, from the first parts, for columns with few different ones."""
         if not self._texts:
             return {}
         source = open_rows(self.place, **asdict(self._files))
@@ -283,7 +283,7 @@ class OwnSamples:
 
 
 def schema_of(kinds: Mapping[str, FieldKind]) -> SampleSchema:
-    """What the names of the fields tell of them."""
+    """Return the schema, by the fields' names."""
     item = (ITEM, *(name for name in kinds if name.startswith(f"{ITEM}_"))) if ITEM in kinds else ()
     has_users = USER in kinds and not any(kinds[name].is_list for name in (USER, *item[:1])) and bool(item)
     return SampleSchema(item=item, user=USER if has_users else None, kinds=kinds)
@@ -292,8 +292,9 @@ def schema_of(kinds: Mapping[str, FieldKind]) -> SampleSchema:
 def require_values(
     name: str, kind: FieldKind | None, values: Values, where: Callable[[int], str], places: Any = None
 ) -> None:
-    """Raise SourceDamaged for what is no id, or, without a ``kind``, no click. ``where`` names a row; of values by node
-    ``places`` are the nodes of the rows.
+    """Raise SourceDamaged for an invalid id, or without a ``kind`` an invalid click.
+
+    ``where`` names a row; for values by node, ``places`` are the nodes of the rows.
     """
     items, offsets = values if isinstance(values, tuple) else (values, None)
     array: npt.NDArray[Any] = items.numpy()
@@ -305,7 +306,7 @@ def require_values(
         return
     found = np.flatnonzero(bad.reshape(-1))
     rows = found // array[0].size if offsets is None else np.searchsorted(offsets.numpy(), found, side="right") - 1
-    if places is not None:  # nodes that other samples have may be bad
+    if places is not None:  # nodes of other samples may be bad
         is_of_these = np.isin(rows, places)
         found, rows = found[is_of_these], rows[is_of_these]
     if len(found):
@@ -314,7 +315,7 @@ def require_values(
 
 
 def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int, str]) -> dict[int, str]:
-    """What people call the items, if there is a column of it; an item that has several titles has none."""
+    """Return the items' titles, if there is a column of them; an item with several titles has none."""
     name = next((name for name in TITLES if name in columns and columns[name].ndim == 1), None)
     if name is None or ITEM not in columns or columns[ITEM].ndim > 1:
         return {}
@@ -324,12 +325,12 @@ def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int,
 
 
 def _is_read(found: ColumnType, kind: FieldKind) -> bool:
-    """Whether a column is read as it is."""
+    """Return whether a column is read without conversion."""
     return ITEMS.get(found.item) == kind.item and kind.is_list >= found.is_list
 
 
 def _array(values: Values) -> npt.NDArray[Any]:
-    """[B], or [B, L] of bags."""
+    """Return values as an array [B], or [B, L] for bags."""
     if isinstance(values, Tensor):
         return values.numpy()
     items, offsets = (part.numpy() for part in values)

@@ -1,5 +1,5 @@
-"""What may be said of samples of one's own: ``--set features.NAME.KEY=VALUE`` of a feature, ``--set kafka.KEY=VALUE``
-of a topic, or a recipe in YAML.
+"""Settings of one's own samples: of features by ``--set features.NAME.KEY=VALUE``, of a topic by ``--set
+kafka.KEY=VALUE``, or by a recipe in YAML.
 
 Without torch: values only.
 """
@@ -24,14 +24,14 @@ KINDS = (*ITEMS, *(f"list<{item}>" for item in ITEMS), "none")
 
 @dataclass(frozen=True, kw_only=True)
 class FileSettings:
-    """How CSV files of samples are written: ``--set files.KEY=VALUE``, or a recipe in YAML."""
+    """Format of CSV files of samples: ``--set files.KEY=VALUE``, or a recipe in YAML."""
 
     names: tuple[str, ...] = ()
-    """Their columns, in this order; none: the first line names them."""
+    """Names of the columns, in order; none: the first line names them."""
     header: bool = True
-    """Whether the first line names columns; ``names`` are in their place."""
+    """Whether the first line names columns; ``names`` replace those."""
     delimiter: str | None = None
-    """None: a tab in .tsv files, else a comma."""
+    """Character between columns; None: a tab in .tsv files, else a comma."""
     list_delimiter: str = "|"
 
     def __post_init__(self) -> None:
@@ -55,27 +55,27 @@ PLAIN_FILES = FileSettings()
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSettings:
-    """Of a column; what is not said is inferred, or as of all features."""
+    """Settings of a column; those left out are inferred, or the defaults of all features."""
 
     kind: str | None = None
-    """The type of its values, of :data:`KINDS`; "none": the column is left alone."""
+    """Type of its values, one of :data:`KINDS`; "none": the column is ignored."""
     hash: Literal["fold"] | None = None
-    """"fold": its integers are any 64-bit values, which ``gt.fold_ids`` makes ids of. Texts are hashed in any case."""
+    """"fold": its integers are any 64-bit values, mapped to ids by ``gt.fold_ids``. Texts are always hashed."""
     dim: int | None = None
     """Width of its embedding; None: the recipe's."""
     pooling: PoolingName = "mean"
-    """Of a list."""
+    """Pooling of a list."""
     history_of: str | None = None
-    """The field whose ids a list holds, the oldest first: what the user did before. It shares that field's rows."""
+    """Field whose ids the list holds, the oldest first, as the user's history; the column shares that field's rows."""
     table: str | None = None
-    """The feature, or a name of one's own, whose rows it shares; None: it has rows of its own."""
+    """Feature, or a name of one's own, whose rows the column shares; None: it has its own rows."""
     admission: float | None = None
-    """An id gets rows when it comes for so many times, or, of a number below 1, each time with that probability."""
+    """Occurrences after which an id gets a row; or below 1, the probability of a row at each occurrence."""
     expiry: int | str | None = None
-    """Rows go that were not pushed for so many steps, a quarter of these later at most, or those that an expression
-    names, as of ``gt.Rule``."""
+    """Steps without a push after which a row expires, or up to a quarter later; or an expression of rows to expire, as
+    of ``gt.Rule``."""
     max_bytes: int | None = None
-    """Of memory for the rows of its embedding."""
+    """Most memory for the rows of its embedding."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
@@ -96,13 +96,13 @@ class FeatureSettings:
             raise ConfigError(f"{exc} (admission: {self.admission}, expiry: {self.expiry})") from exc
 
     def admission_rule(self) -> Admission | None:
-        """That of the tables. Raises InvalidArgument."""
+        """Return the admission rule of the tables. Raises InvalidArgument."""
         if self.admission is None:
             return None
         return Probability(self.admission) if self.admission < 1 else MinCount(int(self.admission))
 
     def expiry_rule(self) -> Expiry | None:
-        """That of the tables. Raises InvalidArgument."""
+        """Return the expiry rule of the tables. Raises InvalidArgument."""
         if self.expiry is None:
             return None
         if isinstance(self.expiry, str):
@@ -112,26 +112,26 @@ class FeatureSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KafkaSettings:
-    """How the messages of a topic are read; all but ``format`` and ``start`` may be others when a run goes on."""
+    """Settings of reading a topic; all but ``format`` and ``start`` may change when a run continues."""
 
     format: Literal["json", "arrow"] = "json"
-    """Of the messages: a JSON object each, or an Arrow IPC stream of many samples."""
+    """Format of a message: a JSON object, or an Arrow IPC stream of many samples."""
     start: Literal["earliest", "latest"] = "earliest"
-    """Where a new run begins."""
+    """Start of a new run."""
     until: Literal["now"] | datetime | None = None
-    """Where reading ends: at what is there when the run begins, or before the first message of a time; None: it follows
-    the topic until ``steps`` are done or somebody stops it."""
+    """End of reading: "now", the messages that are there when the run begins; a time, the first message of which ends
+    it; None: the topic is followed until ``steps`` are done or the run is stopped."""
     max_wait_seconds: float = 1.0
-    """A batch that is not full is trained on when its first sample has waited for so long."""
+    """Longest wait of a sample until its batch is trained on, even if that is not full."""
     timeout_seconds: float = 60.0
-    """So long brokers that do not answer are waited for."""
+    """Longest wait for brokers that do not answer."""
     label_window_seconds: float | None = None
-    """Messages are impressions and, later, clicks of them, as of ``gt.LateLabels``: for so long, by their ``time``, an
-    impression waits for a click of its id, ``impression``; None: ``click`` of a message is final."""
+    """Longest wait of an impression, by ``time``, for a click with its ``impression`` id: messages are impressions and
+    later clicks, as of ``gt.LateLabels``; None: ``click`` of a message is final."""
     impression: Literal["int64", "string"] = "int64"
-    """The type of that id."""
+    """Type of the impression's id."""
     skip_damaged: bool = False
-    """Log messages that cannot be read and go on; otherwise they end the run."""
+    """Whether messages that cannot be read are logged and skipped; otherwise they end the run."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""

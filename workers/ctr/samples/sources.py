@@ -1,4 +1,4 @@
-"""Samples by the name that ``--data`` gives them."""
+"""Samples by their name for ``--data``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSampl
     "movielens": (find_movielens, read_movielens),
     "flights": (find_flights, read_flights),
 }
-"""By name: what fetches the samples into a cache, and what reads them there."""
+"""By name: functions that fetch the samples into a cache, and read them from there."""
 _WHAT = (
     f"{', '.join(PUBLIC)}, files of Parquet, CSV or sample trees (a file, a folder, a pattern with * or a URL), a "
     "topic (kafka:TOPIC@BROKERS), or a folder with the files of MovieLens-100K"
@@ -27,7 +27,7 @@ _WHAT = (
 
 
 def is_own(source: str | None) -> bool:
-    """Whether ``--data`` names files of one's own. Raises as :func:`required`, and ConfigError without pyarrow."""
+    """Return whether ``--data`` names one's own files. Raises as :func:`required`, and ConfigError without pyarrow."""
     source = required(source)
     if is_topic(source):
         raise ConfigError(f"{source} is a topic, whose samples are not read at once; give files")
@@ -45,9 +45,9 @@ def load_samples(
     fold: Sequence[str] = (),
     files: FileSettings = PLAIN_FILES,
 ) -> ClickSamples:
-    """The samples that ``--data`` names, in memory; ``kinds`` are those of the run that they are for, and say what is
-    folded; without them ``fold`` names the fields of any 64-bit values.
+    """Return the samples that ``--data`` names, in memory.
 
+    ``kinds`` are those of the run that they are for, and say which fields are folded; without them ``fold`` does.
     Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
     """
     if is_own(source):
@@ -61,7 +61,7 @@ def load_samples(
 
 
 def required(source: str | None) -> str:
-    """``source`` itself. Raises ConfigError if ``--data`` names no samples, or none that are there."""
+    """Return ``source``. Raises ConfigError if ``--data`` names no samples, or none that exist."""
     if source is None:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
     if (
@@ -84,7 +84,7 @@ def own_samples(
     fold: Sequence[str] = (),
     files: FileSettings = PLAIN_FILES,
 ) -> ClickSamples:
-    """Those of files, in memory; see :class:`OwnSamples`. Raises ConfigError without pyarrow."""
+    """Return samples of files, in memory; see :class:`OwnSamples`. Raises ConfigError without pyarrow."""
     require_arrow()
     from geartrain.workers.ctr.samples.own import OwnSamples
 
@@ -92,10 +92,10 @@ def own_samples(
 
 
 def is_topic(source: str | None) -> bool:
-    """Whether ``--data`` names a topic of Kafka."""
+    """Return whether ``--data`` names a Kafka topic."""
     return source is not None and source.startswith("kafka:")
 
 
 def found_again(source: str) -> str:
-    """``source`` by a name that holds in any working folder."""
+    """Return a name of ``source`` that is valid in any working folder."""
     return source if source in PUBLIC or is_topic(source) or "://" in source else str(Path(source).resolve())

@@ -1,4 +1,4 @@
-"""Samples of clicks in the messages of a Kafka topic: a key for each field, and ``click``."""
+"""Click samples in the messages of a Kafka topic: a key for each field, and ``click``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPRESSION = LateLabels.id
 
 
 class TopicSamples:
-    """Samples that come in messages, whose fields ``features`` names."""
+    """Samples in messages, whose fields ``features`` names."""
 
     images = None
 
@@ -35,7 +35,7 @@ class TopicSamples:
         said: KafkaSettings,
         ends: Mapping[int, int] | None = None,
     ):
-        """``source`` is ``kafka:TOPIC@BROKERS``; ``ends`` are offsets that count instead of ``said.until``.
+        """``source`` is ``kafka:TOPIC@BROKERS``; ``ends`` are end offsets that replace ``said.until``.
 
         Raises ConfigError for what cannot be read, SourceNotFound and BrokerUnavailable.
         """
@@ -75,7 +75,7 @@ class TopicSamples:
         self.messages.tables.finish = self._finished
 
     def _finished(self, table: Any, name_row: NameRow) -> Any:
-        """Booleans as ids. Raises SourceDamaged for what is no id or click."""
+        """Return messages with booleans as ids. Raises SourceDamaged for an invalid id or click."""
         with remedies(IN_THE_RECIPE):
             for at, name in enumerate(table.column_names):
                 kind = self.kinds.get(name)
@@ -87,13 +87,13 @@ class TopicSamples:
         return table
 
     def none(self) -> ClickSamples:
-        """No samples, of these fields."""
+        """Return no samples, with these fields."""
         ids = {name: np.empty((0, 1) if kind.is_list else 0, np.int64) for name, kind in self.kinds.items()}
         return ClickSamples(fields=ids, clicks=np.empty(0, np.float32), times=None, schema=self.schema)
 
 
 def topic_and_brokers(source: str) -> tuple[str, str]:
-    """The parts of ``kafka:TOPIC@BROKERS``. Raises ConfigError."""
+    """Return topic and brokers of ``kafka:TOPIC@BROKERS``. Raises ConfigError."""
     topic, sign, brokers = source.removeprefix(PREFIX).partition("@")
     if not (topic and sign and all(map(str.strip, brokers.split(",")))):
         raise ConfigError(
