@@ -213,7 +213,7 @@ class OwnSamples:
         }
 
     def times(self, part: int) -> Ids:
-        """Return the times of a part's samples, in whole seconds, reading nothing else. Raises ConfigError without times."""
+        """Read only the times of a part's samples; return them in whole seconds. Raises ConfigError without times."""
         with remedies(IN_THE_FILE):  # recipes have no settings of the time
             found = self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
         self._require_times(self._starts[part], found)
