@@ -10,13 +10,13 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kAhead = 32;  // ids whose blocks are asked for before they are looked at
+constexpr size_t kAhead = 32;  // ids whose blocks are prefetched before their use
 constexpr double kLeastSlabs = 4;
 
-// In [0, 1).
+// Uniform in [0, 1).
 double uniform(uint64_t word) { return static_cast<double>(word >> 11) * 0x1.0p-53; }
 
-// Counters of so many bits in the words of a block.
+// Counters of `bits` bits each in the words of a block.
 template <int bits>
 struct Counters {
   static constexpr uint32_t kCount = Admission::kBlockBytes * 8 / bits;
@@ -30,7 +30,7 @@ struct Counters {
     uint64_t& word = block[place * bits / 64];
     word = (word & ~(kMask << (place * bits % 64))) | uint64_t{to} << (place * bits % 64);
   }
-  // Calls visit(place) for each of an id's.
+  // Calls visit(place) for each place of an id.
   template <class Visit>
   static void each(uint64_t places, int count, const Visit& visit) {
     for (int i = 0; i < count; ++i, places >>= 8) {
@@ -54,12 +54,12 @@ FilterSlab::FilterSlab(const FilterSlab& other) : num_waiting(other.num_waiting)
 
 Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   if (spec.kind != AdmissionSpec::Kind::min_count) return;
-  // A few slabs at least, so that little of the first and the last one is of ranges that are not owned.
+  // At least a few slabs, so that little of the first and the last one belongs to ranges that are not owned.
   const auto of_a_slab = static_cast<int64_t>(static_cast<double>(spec.num_ranges) * spec.owned_share / kLeastSlabs);
   const auto fitting = std::max<int64_t>(1, std::min(static_cast<int64_t>(kHugePage / range_bytes()), of_a_slab));
   slab_ranges_ = std::min(spec.num_ranges, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fitting))));
   slabs_.resize(static_cast<size_t>(spec.num_ranges / slab_ranges_));
-  // Ranges of buckets in the order of their bits, reversed: as they are dealt out to shards.
+  // Ranges of buckets are dealt to shards in the order of their reversed bits.
   const int shift = kBucketBits - std::countr_zero(static_cast<uint64_t>(spec.num_ranges));
   for (size_t bucket = 0; bucket < range_of_bucket_.size(); ++bucket) {
     size_t place = 0;
@@ -78,7 +78,7 @@ void Admission::with_bits(const One& call) const {
   }
 }
 
-// The slab, if need be made, or copied because somebody reads it.
+// Returns the slab for writing: allocated if need be, and copied if it is being read.
 FilterSlab& Admission::writable(int64_t number) {
   std::shared_ptr<FilterSlab>& own = slabs_[static_cast<size_t>(number)];
   if (own == nullptr) own = std::make_shared<FilterSlab>(slab_ranges_, range_bytes());
@@ -105,7 +105,7 @@ Admission::Decision Admission::decide(std::span<const int64_t> ids, std::span<co
   return decision;
 }
 
-// Where each id is counted, and how often it was.
+// Finds where each id is counted, and its count.
 template <int bits>
 void Admission::find(std::span<const int64_t> ids, Decision& decision) {
   const auto range_blocks = static_cast<uint64_t>(spec_.range_blocks);
@@ -122,7 +122,7 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
     const int64_t bucket = spec_.is_dense ? dense_bucket(ids[i]) : hashed_bucket(ids[i]);
     const int64_t range = range_of_bucket_[static_cast<size_t>(bucket)], in_slab = range & (slab_ranges_ - 1);
     FilterSlab& slab = writable(range >> slab_shift);
-    // Not those bits of an id's hash that its bucket and its place in the index are made of.
+    // Bits of an id's hash that determine its bucket and its place in the index are not used.
     const uint64_t hash = splitmix64(splitmix64(static_cast<uint64_t>(ids[i]) ^ spec_.key));
     const uint64_t block = static_cast<uint64_t>(in_slab) * range_blocks + ((hash >> 32) * range_blocks >> 32);
     auto& candidate = candidates[i];
@@ -144,8 +144,7 @@ void Admission::count(const Decision& decision) noexcept {
   if (spec_.kind == AdmissionSpec::Kind::min_count) with_bits([&](auto bits) { raise<bits()>(decision); });
 }
 
-// To what each id's count was before the push and what it brings. That is no lower than its own occurrences, whoever
-// shares its counters.
+// Sets each id's count to its count before the push plus its occurrences. Shared counters never make it lower.
 template <int bits>
 void Admission::raise(const Decision& decision) noexcept {
   for (const auto& candidate : decision.candidates_) {

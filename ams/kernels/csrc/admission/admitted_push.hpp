@@ -11,12 +11,12 @@
 namespace geartrain {
 
 struct AdmittedPush {
-  Admission::Decision decision;  // of the ids that have no row
-  bool is_all = true;            // none is refused, and the rest is empty
-  std::vector<int64_t> ids;      // those that have a row, or get one
-  std::vector<int64_t> gradients, rows;  // numbers of theirs, where they lie and where they go
-  std::vector<uint32_t> occurrences;     // of them, if the push says any
-  std::vector<int64_t> refused;          // places of the others in the push, if rows go anywhere
+  Admission::Decision decision;  // on the ids without a row
+  bool is_all = true;            // no id is refused, and the rest is empty
+  std::vector<int64_t> ids;      // ids that have a row, or get one
+  std::vector<int64_t> gradients, rows;  // numbers of their gradients, and of their destinations
+  std::vector<uint32_t> occurrences;     // their occurrences, if the push has any
+  std::vector<int64_t> refused;          // places of refused ids in the push, if rows have a destination
 };
 
 // Removes refused ids from a push of `ids` with rows at `positions` (-1: none), of which `missing` have none. `after`:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kFirst = 0x87c37b91114253d5ull, kSecond = 0x4cf5ad432745937full;
 constexpr size_t kBlock = 16, kChunk = 1024;
-constexpr size_t kShift = 4;  // of the keys of the second sum against those of the first
+constexpr size_t kShift = 4;  // offset between the keys of both sums
 
 struct Keys {
   Keys() {
@@ -40,7 +40,7 @@ uint64_t avalanche(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-// The last bytes, fewer than a block, and the number of all of them.
+// Adds the last bytes, fewer than a block, and the total number of bytes.
 Fingerprint ended(Fingerprint state, const char* rest, size_t count) {
   uint64_t words[2] = {0, 0};
   if (count % kBlock != 0) std::memcpy(words, rest, count % kBlock);

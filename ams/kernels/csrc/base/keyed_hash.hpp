@@ -1,8 +1,8 @@
 // Keyed hash of ids, for hash tables of this process.
 //
 // Not the hash that places ids on shards (hashed_bucket): ids of one shard share its upper bits, and would fill one run
-// of a table. It is keyed, so that nobody can choose ids that collide. No visible result may depend on it: tables list
-// their content in order of insertion, or sorted.
+// of a table. It is keyed, so that a client cannot choose ids that collide. No visible result may depend on it: tables
+// list their content in order of insertion, or sorted.
 #pragma once
 
 #include <cstdint>

@@ -11,8 +11,8 @@ inline const char* row_of(const char* rows, int64_t index, size_t row_bytes) { r
 // Byte: char of rows that are written, const char of rows that are read.
 template <class Byte>
 struct RowPlaces {
-  Byte* first = nullptr;               // of [M, D], one after the other,
-  Byte* const* each = nullptr;         // [M] or null: unless each lies somewhere of its own
+  Byte* first = nullptr;               // of [M, D], contiguous,
+  Byte* const* each = nullptr;         // [M] or null: address of each row, if they are not contiguous
   const int64_t* positions = nullptr;  // [N] or null: the row of ids[i] is number positions[i]; null: number i
 
   int64_t number(int64_t i) const { return positions != nullptr ? positions[i] : i; }

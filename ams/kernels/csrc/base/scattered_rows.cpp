@@ -10,7 +10,7 @@ ScatteredRows::ScatteredRows(std::span<const Range> ranges, size_t row_bytes) : 
   for (const Range& range : ranges) all_bytes += range.bytes;
   each_.reserve((all_bytes + row_bytes - 1) / row_bytes);
   std::vector<size_t> own_rows;  // their numbers
-  size_t begun = 0;              // bytes of the last row that there are
+  size_t begun = 0;              // bytes so far of the last row
   for (const auto& [begin, bytes] : ranges) {
     for (size_t at = 0; at < bytes;) {
       if (begun == 0 && bytes - at >= row_bytes) {

@@ -9,7 +9,7 @@
 
 namespace geartrain {
 
-// The bytes of all ranges, one after the other, cut into rows; the last row is padded with zeros. Rows stay in place,
+// The bytes of all ranges, one after another, cut into rows; the last row is padded with zeros. Rows stay in place,
 // except those that cross from one range into another.
 class ScatteredRows {
  public:
@@ -41,7 +41,7 @@ class ScatteredRows {
   const size_t row_bytes_;
   std::vector<char*> each_;
   std::vector<Piece> pieces_;
-  std::unique_ptr<char[]> own_;  // rows of several ranges, one after the other
+  std::unique_ptr<char[]> own_;  // rows that cross ranges, one after another
 };
 
 }  // namespace geartrain

@@ -6,7 +6,7 @@
 namespace geartrain {
 namespace {
 
-// Not printf, which writes numbers as the locale of the process says.
+// Not printf, which formats numbers by the locale of the process.
 template <class... Format>
 std::string written(double value, Format... format) {
   char buffer[512];  // the longest double in fixed notation has 309 digits before the point

@@ -23,7 +23,7 @@ enum class CallKind : uint8_t { pull, push, assign, several, unread };
 class CallCounters {
  public:
   using Duration = std::chrono::steady_clock::duration;
-  // Of calls: those that took at most 10 us, 40 us, ... 10 s, and longer ones.
+  // Counts of calls by duration: at most 10 us, 40 us, ... 10 s, and longer.
   static constexpr size_t kNumBounds = 11;
   static constexpr double kFirstBoundSeconds = 10e-6;
   static constexpr int kGrowth = 4;
@@ -34,7 +34,7 @@ class CallCounters {
     std::array<int64_t, kNumBounds + 1> by_seconds;
     double seconds;
     int64_t bytes_in, bytes_out;
-    std::map<std::string, int64_t> faults;  // by name; all others ended well
+    std::map<std::string, int64_t> faults;  // by name; all other calls succeeded
   };
 
   // `fault`: name of the error; null: success.
@@ -85,7 +85,7 @@ class CallCounters {
   void add_fault(size_t cell, const std::string& name) noexcept {
     try {
       ++faults_[{cell, name}];
-    } catch (...) {  // no memory for its name
+    } catch (...) {  // no memory for the fault's name
     }
   }
   static size_t index_of(Carrier carrier, CallKind kind) { return static_cast<size_t>(carrier) * kNumKinds + static_cast<size_t>(kind); }

@@ -34,7 +34,7 @@ Fault fault_in_flight(const std::string& of_whom) noexcept {
   try {
     return worded(of_whom);
   } catch (...) {
-    return {"OutOfMemory", "out of memory"};  // texts so short take none
+    return {"OutOfMemory", "out of memory"};  // texts this short need no allocation
   }
 }
 

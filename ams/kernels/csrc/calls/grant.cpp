@@ -6,7 +6,7 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostKept = 16;
-constexpr size_t kUnnamedSize = 32;  // of the random name of a stream that is of no job: who knows it is its owner
+constexpr size_t kUnnamedSize = 32;  // length of the random name of a stream without a job: knowing it proves ownership
 
 bool matches(std::string_view pattern, std::string_view text) {
   size_t p = 0, t = 0, star = std::string_view::npos, begun = 0;
@@ -16,7 +16,7 @@ bool matches(std::string_view pattern, std::string_view text) {
       begun = t;
     } else if (p < pattern.size() && pattern[p] == text[t]) {
       ++p, ++t;
-    } else if (star != std::string_view::npos) {  // let the last * have one more
+    } else if (star != std::string_view::npos) {  // let the last * match one more character
       p = star + 1;
       t = ++begun;
     } else {

@@ -10,14 +10,14 @@
 namespace geartrain {
 
 // Whether the caller has left. Asked by the thread of the call while it waits for the shard's turn: a call that has not
-// begun is then dropped. Costs some system calls.
+// started is then dropped. Costs some system calls.
 using HasLeft = std::function<bool()>;
 
 // Circumstances of a call.
 struct Asker {
   HasLeft has_left;
-  OtherCallers* others = nullptr;  // whom else the thread serves between the blocks of a large request
-  bool has_turn = false;           // the thread has the shard's turn, for a request of someone else
+  OtherCallers* others = nullptr;  // other callers that the thread serves between the blocks of a large request
+  bool has_turn = false;           // the thread has the shard's turn, for another caller's request
 };
 
 // Called by any thread, several at once. Every method may throw a Fault instead.

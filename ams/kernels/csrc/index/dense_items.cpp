@@ -30,8 +30,8 @@ DenseItems::Full DenseItems::when_full(const std::vector<int64_t>& owned) const 
       count_pages(first, first + rows - 1);
       continue;
     }
-    // A border to another shard cuts it: its regions may never be half full.
-    const bool are_alike = layout_.region_rows() >= kNumBuckets / layout_.num_ranges();  // all but the last
+    // A border to another shard may cut this range: its regions may never be half full.
+    const bool are_alike = layout_.region_rows() >= kNumBuckets / layout_.num_ranges();  // all regions but the last
     int64_t there = 0, runs = 0;
     for (int64_t begin = first; begin < first + rows; begin += layout_.region_rows()) {
       const int64_t end = std::min(begin + layout_.region_rows(), first + rows);

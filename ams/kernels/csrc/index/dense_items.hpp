@@ -98,7 +98,8 @@ class DenseItems {
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
   };
-  // Numbers by place in the region: from 1 on, in the order of arrival; 0: none. In runs, so that few rows are small.
+  // Numbers by place in the region: from 1 on, in order of arrival; 0: none. Allocated in runs, so that few rows take
+  // little memory.
   struct Numbers {
     std::vector<std::unique_ptr<Run>> runs;
 
@@ -122,11 +123,11 @@ class DenseItems {
   struct Region {
     std::unique_ptr<Numbers> numbers;  // null: no rows yet, or they are in order
     std::vector<uint32_t> chunks;      // empty once they are known to be neighbours, in order
-    int64_t first_item = -1;           // of those
+    int64_t first_item = -1;           // first item of those neighbours
     int32_t num_numbers = 0;
     int32_t num_rows = 0;
     bool is_full = false;
-    bool grows = false;  // is among those of a Growth
+    bool grows = false;  // whether a Growth includes it
 
     bool is_in_order() const { return first_item >= 0 || (!numbers && !chunks.empty()); }
   };
@@ -171,7 +172,7 @@ class DenseItems::Growth {
   };
   struct Made {
     int64_t position;
-    bool run, numbers;  // were made for it
+    bool run, numbers;  // whether they were allocated for it
   };
 
   void number(int64_t position);
@@ -223,7 +224,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
   const auto move = [&](int64_t to, int64_t from) { copy(item_of(region, to), item_of(region, from)); };
   std::bitset<kMostRegionRows> done;
   int64_t spare = -1;
-  // First the chains: a row moves to a free place, and leaves its own to the next.
+  // First the chains: a row moves to a free place, and frees its own for the next.
   for (int64_t begin = 0; num_old > 0 && begin < layout_.region_rows(); ++begin) {
     if (source(begin) < 0) {
       if (begin >= num_old && spare < 0) spare = begin;
@@ -237,7 +238,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
     }
     clear(item_of(region, place));
   }
-  // The rest are rings of rows in each other's places.
+  // The rest are cycles of rows in each other's places.
   for (int64_t begin = 0; begin < num_old; ++begin) {
     const int64_t first = source(begin);
     if (first < 0 || first == begin || done.test(static_cast<size_t>(begin))) continue;

@@ -6,7 +6,7 @@
 namespace geartrain {
 namespace {
 
-// Of eight owned buckets one may be in a range that is cut by the border to another shard.
+// One of eight owned buckets may be in a range that is cut by the border to another shard.
 constexpr int64_t kBorderShare = 8;
 
 }  // namespace

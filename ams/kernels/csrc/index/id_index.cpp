@@ -22,7 +22,7 @@ int64_t IdIndex::most_bytes(int64_t count) {
 IdIndex::Table IdIndex::make_table(int64_t num_lines) {
   Table table;
   table.pages = Pages(static_cast<size_t>(num_lines) * sizeof(Line));
-  table.pages.count_all();  // ids lie anywhere in it
+  table.pages.count_all();  // ids are spread over all of it
   table.num_lines = static_cast<uint64_t>(num_lines);
   return table;
 }
@@ -82,11 +82,11 @@ void IdIndex::reserve_releases(int64_t count) {
   if (needed > released_.capacity()) released_.reserve(std::max(needed, 2 * released_.capacity()));
 }
 
-// No line keeps a gap: an entry is found in the lines from its place to the first one that is not full, so that one
-// behind the gap that could lie in it must.
+// No line keeps a gap: an entry is found in the lines from its place to the first one that is not full, so an entry
+// behind the gap that may fill it must move there.
 //
-// In old lines below the frontier lie copies of entries that have moved. They may be shifted, too, but never before
-// their place, by which `move_line` tells them.
+// Old lines below the frontier hold copies of entries that have moved. They may be shifted, too, but never before their
+// place, by which `move_line` recognises them.
 int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
   uint64_t gap = place(hash);
   int entry = 0;
@@ -103,7 +103,7 @@ int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
     Line& line = lines()[gap];
     const bool was_full = line.is_full();
     if (was_full) {
-      // The first entry behind it whose place is not behind it.
+      // The first later entry whose place is at or before the gap.
       uint64_t from = gap;
       int moved = -1;
       do {
@@ -143,7 +143,7 @@ void IdIndex::advance(int64_t lines) {
     --lines;
   }
   if (frontier_ < end) return;
-  // Ids of the last places may have run over into the first lines.
+  // Ids of the last places may have overflowed into the first lines.
   for (uint64_t at = 0; !open; ++at) {
     open = !old_.lines()[at].is_full();
     move_line(at, true);
@@ -151,7 +151,7 @@ void IdIndex::advance(int64_t lines) {
   old_ = Table();
 }
 
-// Moves the entries of one old line: those at or after their place, or (wrapped) those that ran over the end.
+// Moves the entries of one old line: those at or after their place, or (wrapped) those that overflowed past the end.
 void IdIndex::move_line(uint64_t at, bool wrapped) {
   const Line& line = old_.lines()[at];
   for (int entry = 0; entry < kEntries && line.tags[entry] != 0; ++entry) {

@@ -88,7 +88,7 @@ class IdIndex {
     int64_t find(uint64_t hash, uint64_t tag) const {
       for (uint64_t at = place(hash);; at = next(at)) {
         const Line& line = lines()[at];
-        // All at once: which entry it is cannot be predicted, that it is in the first line mostly can.
+        // Compared all at once: the entry cannot be predicted, but the first line mostly has it.
         unsigned match = 0;
         for (int entry = 0; entry < kEntries; ++entry) match |= static_cast<unsigned>(line.tags[entry] == tag) << entry;
         if (match != 0) return line.numbers[std::countr_zero(match)];

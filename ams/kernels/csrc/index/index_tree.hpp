@@ -142,7 +142,7 @@ class IndexTree {
   Item* first_ = nullptr;
   int64_t num_first_ = 0;
   void* root_ = nullptr;
-  int shift_ = 0;    // of an index, to the place in the root
+  int shift_ = 0;    // from an index to the place in the root
   int64_t end_ = 0;  // indices below it fit
 };
 

@@ -17,10 +17,10 @@ namespace geartrain {
 // Size below which a second thread costs more than it saves.
 inline constexpr size_t kFanOutBytes = size_t{2} << 20;
 
-// Enough that a late thread finds work, and few enough that each still streams.
+// Enough that a late thread finds work, and so few that each slice still streams.
 inline constexpr int64_t kSlicesOfAThread = 16;
 
-// Runs run(0) on this thread and run(1), ... run(threads - 1) beside it; fewer if the system has no more threads. `run`
+// Runs run(0) on this thread and run(1), ... run(threads - 1) on others; fewer if the system has no more threads. `run`
 // must not throw.
 template <class Run>
 void beside_each_other(int64_t threads, const Run& run) {
@@ -29,7 +29,7 @@ void beside_each_other(int64_t threads, const Run& run) {
     helpers.reserve(static_cast<size_t>(threads));
     for (int64_t thread = 1; thread < threads; ++thread) helpers.emplace_back(std::cref(run), thread);
   } catch (const std::exception&) {
-    // Without another thread, or memory for one, the existing ones do all of the work: a request that has begun is
+    // Without another thread, or memory for one, the existing ones do all of the work: a request that was started is
     // finished.
   }
   run(0);
@@ -50,7 +50,7 @@ class Gate {
   void leave() {
     if (--inside_ == 0 && is_closed_) inside_.notify_one();
   }
-  // Called by the thread that they help: runs act() while none of them is inside.
+  // Called by the thread being helped: runs act() while no helper is inside.
   template <class Act>
   void closed(const Act& act) {
     is_closed_ = true;

@@ -24,11 +24,11 @@ Isa best_isa() {
 }
 
 #if defined(GEARTRAIN_COMPILES_AMX) && defined(__linux__)
-// Whether the CPU has the instructions, and the system lets this process use the registers (Linux asks for a wish to be
-// said).
+// Whether the CPU has the instructions, and the system lets this process use the registers (on Linux, a process must
+// request them).
 bool may_use_amx() {
   constexpr unsigned kAmxBfloat16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bfloat16 = 1u << 5, kOsxsave = 1u << 27;
-  constexpr unsigned kTileState = 3u << 17;  // of XCR0: configuration and data
+  constexpr unsigned kTileState = 3u << 17;  // bits of XCR0: configuration and data
   constexpr int kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (best_isa() != Isa::avx512 || !__get_cpuid(1, &a, &b, &c, &d) || (c & kOsxsave) == 0) return false;

@@ -122,8 +122,8 @@ class FrozenRows {
     --only_in_place_;
   }
 
-  Bits members_;   // that were not read yet
-  Bits in_place_;  // of the members: neither copied aside nor read yet
+  Bits members_;   // members not read yet
+  Bits in_place_;  // members neither copied aside nor read yet
   int64_t num_members_;
   int64_t only_in_place_;
   std::vector<int64_t> removed_;

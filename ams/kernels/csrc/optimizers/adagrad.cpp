@@ -30,8 +30,8 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
   return {largest_row.value(), {largest_total.value()}};
 }
 
-// Duchi, Hazan and Singer, "Adaptive subgradient methods" (JMLR 2011), as torch.optim.Adagrad has it. The slot is the
-// sum of squares without what it begins at.
+// Duchi, Hazan and Singer, "Adaptive subgradient methods" (JMLR 2011), as in torch.optim.Adagrad. The slot is the sum
+// of squares without its initial value.
 class Adagrad final : public Optimizer {
  public:
   explicit Adagrad(const OptimizerScalars& scalars)
@@ -52,15 +52,14 @@ class Adagrad final : public Optimizer {
 
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + weight_decay_ * before.row;
-    // A direction is divided by at least its own magnitude, but for one whose square is no normal number: by at least
-    // epsilon.
+    // A direction is divided by at least its own magnitude; if its square is no normal number, by at least epsilon.
     const float quotient = std::max(2.0f, 0x1p-63f / epsilon_);
     return {before.row + push.lr * quotient, {before.slots[0] + direction * direction}};
   }
 
  private:
   float step_size(float lr, int64_t t) const {
-    if (lr_decay_ == 0) return lr;  // the same without a division
+    if (lr_decay_ == 0) return lr;  // same value, without a division
     return static_cast<float>(static_cast<double>(lr) / (1 + static_cast<double>(t - 1) * lr_decay_));
   }
 

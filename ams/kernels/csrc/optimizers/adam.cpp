@@ -58,7 +58,7 @@ AdamFactors Adam::factors_of(const PushFactors& push, double correction1, double
 }
 
 AdamFactors Adam::factors_of(const PushFactors& push, int64_t t) const {
-  // Rows of one push have had few numbers of updates, and two powers take longer than the rest of a short row.
+  // Rows of one push have few different numbers of updates, and two powers take longer than the rest of a short row.
   struct Corrections {
     double beta1 = 0, beta2 = 0;
     int64_t t = -1;
@@ -76,7 +76,7 @@ Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_
 }
 
 Magnitudes Adam::worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const {
-  const AdamFactors most = largest_factors(push);  // no row moves further than by step_size * (first / epsilon)
+  const AdamFactors most = largest_factors(push);  // no row moves more than step_size * (first / epsilon)
   const float direction = gradient + most.weight_decay * before.row;
   const float first = most.beta1 * before.slots[0] + most.rest1 * direction;
   const float second = most.beta2 * before.slots[1] + most.rest2 * direction * direction;

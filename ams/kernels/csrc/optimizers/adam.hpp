@@ -17,7 +17,8 @@ struct AdamFactors {
 };
 
 // In float32 and in this order:
-//   g = gradient * scale + weight_decay * row;  first = beta1 * first + rest1 * g;  second = beta2 * second + rest2 * g * g;
+//   g = gradient * scale + weight_decay * row;  first = beta1 * first + rest1 * g;  second = beta2 * second + rest2 * g
+// * g;
 //   row -= step_size * (first / (sqrt(second) * inverse_root + epsilon))
 class Adam : public Optimizer {
  public:
@@ -29,13 +30,13 @@ class Adam : public Optimizer {
   bool takes_narrow_slots() const override { return false; }
   Magnitudes update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push,
                     int64_t t) const override;
-  // Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second
+  // Loose for rows of float16, whose pushes are nearly always rehearsed: the move of a row depends on its own second
   // moments.
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override;
 
  protected:
   AdamFactors factors_of(const PushFactors& push, int64_t t) const;
-  // With which a row moves the further for moments of any size.
+  // Factors with which a row moves furthest, for moments of any size.
   AdamFactors largest_factors(const PushFactors& push) const { return factors_of(push, 1 - beta1_, 1); }
 
  private:

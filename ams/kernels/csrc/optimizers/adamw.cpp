@@ -5,8 +5,8 @@
 namespace geartrain {
 namespace {
 
-// Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019), algorithm 2, as torch.optim.AdamW has it:
-// what lr takes of the row goes before the step of Adam, whose gradient does not know of it.
+// Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019), algorithm 2, as in torch.optim.AdamW: lr
+// * weight decay of the row is subtracted before Adam's step, and is no part of its gradient.
 class AdamW final : public Adam {
  public:
   explicit AdamW(const OptimizerScalars& scalars) : Adam(scalars, 0.0f), decay_(scalars.rate("weight_decay")) {}

@@ -13,7 +13,7 @@ struct FtrlFactors {
   float beta, l1, l2;
 };
 
-// What takes the place of a learning rate of 0 where a weight that is 0 is divided by it.
+// Least learning rate where a weight is divided by it.
 constexpr float kSmallestRate = 0x1p-126f;
 
 GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict held, float* __restrict squares,
@@ -44,9 +44,9 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 }
 
 // FTRL-Proximal with learning rates per coordinate: McMahan et al., "Ad click prediction: a view from the trenches"
-// (KDD 2013), algorithm 1, from any initial weight and with any rate a push. The first slot is z + w / rate, which says
-// all that z does beside the weight, and is -(l2 * w + l1 * sign(w)) where the weight is not 0, and within l1 of 0
-// where it is.
+// (KDD 2013), algorithm 1, from any initial weight and with a learning rate for each push. The first slot is z + w /
+// rate, which holds all of z beside the weight: -(l2 * w + l1 * sign(w)) for a weight other than 0, and a number within
+// l1 of 0 for one that is 0.
 class Ftrl final : public Optimizer {
  public:
   explicit Ftrl(const OptimizerScalars& scalars)
@@ -63,8 +63,7 @@ class Ftrl final : public Optimizer {
   }
 
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
-    // A gradient is divided by at least its own magnitude, but for one whose square is no normal number: by at least
-    // beta.
+    // A gradient is divided by at least its own magnitude; if its square is no normal number, by at least beta.
     const float quotient = std::max(2.0f, 0x1p-62f / beta_);
     const float row = before.row + push.lr * quotient + 2 * (push.lr / beta_) * before.slots[0];
     return {row, {l2_ * row + l1_, before.slots[1] + gradient * gradient}};

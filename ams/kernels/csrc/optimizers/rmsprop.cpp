@@ -15,7 +15,7 @@ struct RmsFactors {
   float momentum, epsilon;
 };
 
-// The slots: velocity with momentum, average gradient where centered, average square.
+// Slots: velocity with momentum, average gradient if centered, average square.
 template <bool centered, bool has_momentum>
 GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict slots, const float* __restrict gradient,
                                         size_t count, const RmsFactors& factors) {
@@ -54,7 +54,7 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
   return largest;
 }
 
-// Tieleman and Hinton, lecture 6.5 (2012), as torch.optim.RMSprop has it.
+// Tieleman and Hinton, lecture 6.5 (2012), as in torch.optim.RMSprop.
 class RmsProp final : public Optimizer {
  public:
   explicit RmsProp(const OptimizerScalars& scalars)

@@ -31,8 +31,8 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
   return {largest_row.value(), {largest_sum.value()}};
 }
 
-// Adagrad with one sum a row, of the means of its squared gradients: rowwise_adagrad of FBGEMM, RowWiseAdagrad of
-// TorchRec (which also has lr_decay and initial_accumulator_value). The slot is the sum without what it begins at.
+// Adagrad with one sum a row, over the means of its squared gradients: rowwise_adagrad of FBGEMM, RowWiseAdagrad of
+// TorchRec (which also has lr_decay and initial_accumulator_value). The slot is the sum without its initial value.
 class RowWiseAdagrad final : public Optimizer {
  public:
   explicit RowWiseAdagrad(const OptimizerScalars& scalars)

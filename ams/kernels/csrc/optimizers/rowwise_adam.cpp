@@ -29,7 +29,7 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 }
 
 // Adam with one second moment a row, of the means of its squared gradients: partial_rowwise_adam of FBGEMM, whose
-// weight decay is apart from the gradient. As in adam.hpp, a row's t is the number of its own updates.
+// weight decay is no part of the gradient. As in adam.hpp, a row's t is the number of its own updates.
 class RowWiseAdam final : public Adam {
  public:
   explicit RowWiseAdam(const OptimizerScalars& scalars)

@@ -3,7 +3,7 @@
 namespace geartrain {
 namespace {
 
-// Rows that a step does not touch move by their momentum (step_history.hpp says how), so that this is dense momentum.
+// Rows that a step does not touch move by their momentum (see step_history.hpp), so this equals dense momentum.
 class ElapsedMomentum final : public Momentum {
  public:
   explicit ElapsedMomentum(const OptimizerScalars& scalars) : Momentum(scalars, false) {}
@@ -12,7 +12,7 @@ class ElapsedMomentum final : public Momentum {
 
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + factors_.weight_decay * before.row;
-    const float velocity = before.slots[0] + direction;  // a second gradient of a step meets all of the slot
+    const float velocity = before.slots[0] + direction;  // a second gradient of a step is added to the whole slot
     return {before.row + push.lr * velocity, {velocity}};
   }
 };

@@ -18,7 +18,7 @@ bool is_rising(const int64_t* ids, int64_t count) {
 }
 
 int64_t first_outside(const int64_t* ids, int64_t count, int64_t last) {
-  // As unsigned numbers those below 0 are the largest. Without a way out of the loop it is a few instructions for eight
+  // As unsigned numbers, ids below 0 are the largest. A loop without an early exit takes a few instructions for eight
   // ids.
   uint64_t largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, static_cast<uint64_t>(ids[i]));
@@ -63,7 +63,7 @@ void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t cou
   const size_t bytes = width * item_bytes(dtype);
   const Kernels& k = kernels();
   std::vector<float> buffer(dtype == DType::float32 ? 0 : width);
-  int64_t seen = 0;  // ids appear in order of their place, so a new one is exactly the next
+  int64_t seen = 0;  // places are assigned in order of first appearance, so a new one is exactly the next
   for (int64_t i = 0; i < count; ++i) {
     const char* row = static_cast<const char*>(rows) + static_cast<size_t>(i) * bytes;
     float* sum = sums + static_cast<size_t>(inverse[i]) * width;

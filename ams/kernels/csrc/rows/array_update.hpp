@@ -13,7 +13,7 @@ namespace geartrain {
 struct ArrayUpdate {
   char* rows;        // [L, D] of dtype
   char* slots;       // [L, slot_dim(D)] of slot_dtype; null: there are none
-  int64_t* steps;    // [L], update count of each row, with a CatchUp its last step; null where nothing counts
+  int64_t* steps;    // [L], update count of each row, with a CatchUp its last step; null: not counted
   int64_t dim;
   DType dtype;
   DType slot_dtype;

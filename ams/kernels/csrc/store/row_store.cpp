@@ -10,7 +10,7 @@
 namespace geartrain {
 namespace {
 
-constexpr uint64_t kAdmissionKey = 0x61646D697373696F;  // its hashes are not those of rounding
+constexpr uint64_t kAdmissionKey = 0x61646D697373696F;  // so that its hashes differ from those of rounding
 
 BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   BucketRanks ranks;
@@ -32,7 +32,7 @@ Directory directory_for(const RowStoreSpec& spec) {
   return DenseDirectory(ranks, spec.owned_buckets, spec.num_rows, item_bytes_of(spec));
 }
 
-// Null: every id.
+// Returns null if every id is admitted.
 std::unique_ptr<Admission> admission_for(RowStoreSpec& spec, uint64_t rounding_key) {
   if (spec.admission.kind == AdmissionSpec::Kind::all) return nullptr;
   spec.admission.key = splitmix64(rounding_key ^ kAdmissionKey);
@@ -86,7 +86,7 @@ int64_t RowStore::alter(const RowStoreSpec& to) {
   bounds_.row = std::max(bounds_.row, rounded_to_nearest(static_cast<float>(spec_.initial.bound()), spec_.dtype));
   if (has_other_lives) {
     lives_ = std::move(lives);
-    room_.reset();  // it holds items of another size
+    room_.reset();  // its items have another size
     room_items_ = 0;
     has_undated_ = lives_.has_value();
     date_rows({});
@@ -96,7 +96,7 @@ int64_t RowStore::alter(const RowStoreSpec& to) {
   try {
     if (num_rows_there() > most_rows_) evict(num_rows_there() - most_rows_, {});
   } catch (const std::bad_alloc&) {
-    // The next write that has new rows does so, or is refused.
+    // The next write with new rows evicts them, or is refused.
   }
   return num_evicted_ - before;
 }
@@ -115,7 +115,7 @@ RowStore::MemoryParts RowStore::memory_parts() const {
   std::shared_lock lock(mutex_);
   const auto* hashed = std::get_if<HashedDirectory>(&directory_);
   const int64_t items = hashed != nullptr ? hashed->end() : items_->num_items();
-  // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
+  // Rows that a freeze copied aside, and the memory they leave to the next freeze, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
   const auto of_a_row = static_cast<int64_t>(row_bytes()), beside_it = static_cast<int64_t>(slot_bytes() + step_bytes() + life_bytes());
   return {.rows = items * of_a_row,
@@ -173,7 +173,7 @@ void RowStore::copy_item(int64_t to, int64_t from) {
   if (lives_) life_at(to) = life_at(from);
 }
 
-// As memory is that was never written.
+// Zeroes an item, as memory that was never written.
 void RowStore::clear_item(int64_t item) {
   if (slots_) std::memset(slots_->at(item), 0, slot_bytes());
   if (row_steps_) row_step(item) = 0;
@@ -202,12 +202,12 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
 void RowStore::make_room_to_keep(int64_t count) {
   std::unique_lock lock(mutex_);
   reserve_step();
-  count += rows_of_a_sweep(num_rows_there() + count);  // the end of the step writes rows of its own
+  count += rows_of_a_sweep(num_rows_there() + count);  // the end of the step writes the sweep's rows
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
-// Gives every id whose position is -1 a row, with its initial value unless `buffer` (of which it uses [0, D)) is null;
-// room is reserved. Returns how many were created.
+// Creates a row for every id whose position is -1, with its initial value unless `buffer` (of which it uses [0, D)) is
+// null; room is reserved. Returns the number of created rows.
 int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t count, float* buffer) {
   int64_t created = 0;
   std::visit(
@@ -226,8 +226,8 @@ int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t
   return created;
 }
 
-// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as written, and keeps
-// what they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
+// Makes sure that rows to be written (-1: a new one) can be recorded as written, and copies them aside for a freeze in
+// progress. Throws std::bad_alloc, and then no row has changed.
 void RowStore::before_writes(const std::vector<int64_t>& positions, Pauses* pauses) {
   for (int64_t position : positions)
     if (position >= 0) moments_.written().ensure(position);

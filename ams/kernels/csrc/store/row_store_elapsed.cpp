@@ -1,5 +1,5 @@
-// The part of a row store that moves the rows nobody pushed, for an optimizer with a drift. Reading moves nothing: a
-// pull computes what a row has become, the next push of the row, or the sweep for old rows, writes it.
+// Part of a row store: moves rows that no push touches, for an optimizer with a drift. Reading moves nothing: a pull
+// computes a row's current value; the next push of the row, or the sweep for old rows, writes it.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -25,7 +25,7 @@ int64_t RowStore::next_present(int64_t from) const {
   return std::visit([from](const auto& directory) { return directory.next_present(from); }, directory_);
 }
 
-// Finds how old the rows are; each of their last steps is another line of memory.
+// Prepares `now` for the age of these rows, which costs a memory access for each.
 void RowStore::reach_back(Now& now, const int64_t* items, int64_t count) const {
   if (!now) return;
   constexpr int64_t kAhead = 32;
@@ -45,7 +45,7 @@ std::vector<int64_t> RowStore::items_at(const std::vector<int64_t>& positions) c
   return items;
 }
 
-// Bounds of the rows that `now` can bring up to date, once they are.
+// Returns bounds of the rows that `now` can catch up, after that.
 Magnitudes RowStore::bounds_at(const Now& now) const {
   if (!now) return bounds_;
   const Elapsed most = now->largest();
@@ -53,14 +53,14 @@ Magnitudes RowStore::bounds_at(const Now& now) const {
   return {as_bound(most.ww * row + most.wv * slot), {as_bound(most.vw * row + most.vv * slot)}};
 }
 
-// Of a row that is assigned; none: it keeps its own, since rows that are only rounded by it must not be rounded twice
-// alike.
+// Returns the number of a row after an assign; none: it keeps its own, since rows whose number only seeds the rounding
+// must not use the same random bits twice.
 std::optional<int64_t> RowStore::number_when_assigned() const {
   if (steps_) return steps_->moves_rows_at_rest() ? steps_->now() : kResting;
   return spec_.optimizer->counts_updates() ? std::optional<int64_t>(0) : std::nullopt;
 }
 
-// The row of `item` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
+// Writes the row of `item` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
 void RowStore::pull_moved(char* out, int64_t item, int64_t id, const CatchUp& catch_up, float* buffer) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();
@@ -78,11 +78,11 @@ void RowStore::pull_moved(char* out, int64_t item, int64_t id, const CatchUp& ca
   k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
 }
 
-// How many of a table's `count` rows a step looks at.
+// Returns how many of a table's `count` rows the sweep of one step visits.
 int64_t RowStore::rows_of_a_sweep(int64_t count) const { return steps_ ? count * kSweepShare / spec_.window + 1 : 0; }
 
-// The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window
-// before it began.
+// Returns the next rows of the sweep that are old. After a sweep over all rows, no row needs steps older than half a
+// window before the sweep began.
 RowStore::Overdue RowStore::next_overdue(Now& catch_up) {
   if (!steps_) return {};
   const int64_t now = steps_->now();
@@ -103,14 +103,14 @@ RowStore::Overdue RowStore::next_overdue(Now& catch_up) {
   return overdue;
 }
 
-// All that can fail came before.
+// Cannot fail: room was made before.
 void RowStore::end_step(const Overdue& overdue, const Now& now, float lr, float* buffer) {
   if (!now) return;
   bring_up(overdue, *now, buffer);
   steps_->end_step(lr);
 }
 
-// Catches up the rows that the push at hand has not.
+// Catches up rows of the sweep that the current push did not touch.
 void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer) {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();

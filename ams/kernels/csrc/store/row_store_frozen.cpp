@@ -1,4 +1,4 @@
-// The part of a row store that has its rows as they were at a moment, for snapshots and exports, and takes them back.
+// Part of a row store: rows as of a moment, for snapshots and exports, and their restore.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -13,9 +13,9 @@
 namespace geartrain {
 namespace {
 
-constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows, in about a millisecond
+constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows visited in about a millisecond
 
-// Some of the rows that are to be restored.
+// Some of the rows to be restored.
 struct RestoredRows {
   RestoredRows() = default;
   RestoredRows(const std::vector<size_t>& chosen, const int64_t* all_ids, std::pair<const char*, size_t> all_rows,
@@ -107,7 +107,7 @@ bool RowStore::is_frozen() const {
   return frozen_.has_value();
 }
 
-// Of a member of the freeze.
+// Returns the bucket of a member of the freeze.
 template <class AnyDirectory>
 int64_t RowStore::frozen_id(const AnyDirectory& directory, int64_t position, const char* aside) const {
   const int64_t removed = aside == nullptr ? -1 : FrozenRows::id_aside(aside, aside_bytes());

@@ -1,5 +1,4 @@
-// The part of a row store that knows of each row when it was last pushed and how often, and evicts rows where there is
-// no room.
+// Part of a row store: records when and how often each row was pushed, and evicts rows for want of room.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -11,9 +10,9 @@
 namespace geartrain {
 namespace {
 
-// Of a table's rows: so many are evicted at least, for whoever looks for them looks at all.
+// At least 1 / kEvictedShare of a table's rows is evicted at a time, since the search visits all rows.
 constexpr int64_t kEvictedShare = 32;
-// Other shards have other rows of a write: of the max_bytes that this one's part of it takes.
+// Other shards hold other rows of a write: the share of max_bytes that this shard's part may take.
 constexpr double kSpareRoom = 1.25;
 
 }  // namespace
@@ -55,8 +54,8 @@ int64_t RowStore::read_lives(int64_t& position, int64_t most, int64_t* ids, RowL
   return count;
 }
 
-// A push that does not say when it is, is when the last one was. Rows are as new as the table's clock, whatever their
-// own worker counts: one that joined later than others is behind them for good.
+// A push without a time counts as of the time of the previous push. A row is as recent as the table's clock, whatever
+// its own worker counts: a worker that joined later stays behind the others for good.
 void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts) {
   constexpr size_t kAhead = 16;
   constexpr double kLast = UINT32_MAX;
@@ -66,7 +65,7 @@ void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts
   if (batch.unix_seconds) said.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
   clock_.advance(said);
   const auto moved = [this](int64_t now, int64_t then) { return has_undated_ && then == 0 ? 0 : now - then; };  // see date_rows
-  if (num_rows_there() > static_cast<int64_t>(positions.size()))  // others, which are older by that
+  if (num_rows_there() > static_cast<int64_t>(positions.size()))  // other rows became older by that
     leap_.advance({moved(clock_.step, before.step), moved(clock_.seconds, before.seconds)});
   if (!lives_) return;
   date_rows(before);
@@ -79,7 +78,7 @@ void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts
   }
 }
 
-// For all rows that there are.
+// Allocates lives for all existing rows.
 SlabArray RowStore::new_lives() const {
   const int64_t items = items_ != nullptr ? items_->num_items() : std::get<HashedDirectory>(directory_).end();
   SlabArray lives(static_cast<int64_t>(sizeof(RowLife)), items_ != nullptr ? items_->most_items() : INT64_MAX);
@@ -87,8 +86,7 @@ SlabArray RowStore::new_lives() const {
   return lives;
 }
 
-// Rows that were there before the table kept lives were last seen when its clock begins: nobody knows when, and none is
-// to go for that.
+// Rows older than the table's lives count as seen when its clock began: their time is unknown, and must not evict them.
 void RowStore::date_rows(const LifeClock& before) {
   const bool steps_begin = before.step == 0 && clock_.step != 0, seconds_begin = before.seconds == 0 && clock_.seconds != 0;
   if (!has_undated_ || (!steps_begin && !seconds_begin)) return;
@@ -116,7 +114,7 @@ int64_t RowStore::most_rows_within(int64_t bytes) const {
   return fits;
 }
 
-// The first `count` > 0 in the order in which rows go, of those that are there but for the positions `kept`, and of
+// Returns the first `count` > 0 candidates for eviction among existing rows, without the positions `kept`, and
 // `others`.
 std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others) {
   const auto& directory = std::get<HashedDirectory>(directory_);
@@ -128,7 +126,7 @@ std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<in
   }
   std::vector<Candidate> first = std::move(others);
   const size_t wanted = static_cast<size_t>(count);
-  bool is_cut = false;  // then first[wanted - 1] is the last one of those that may be it
+  bool is_cut = false;  // then first[wanted - 1] is the last possible candidate
   const auto cut = [&] {
     if (first.size() <= wanted) return;
     std::nth_element(first.begin(), first.begin() + (count - 1), first.end());
@@ -147,7 +145,7 @@ std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<in
   return first;
 }
 
-// Evicts rows so that those that a write misses have room; none of the write's own. Throws TooManyRows, or
+// Evicts rows, none of the write's own, to make room for the missing rows of a write. Throws TooManyRows, or
 // std::bad_alloc, and then nothing has changed.
 void RowStore::make_way(const Resolved& found) {
   const int64_t coming = static_cast<int64_t>(found.missing.size()), there = num_rows_there();
@@ -158,7 +156,7 @@ void RowStore::make_way(const Resolved& found) {
     const double wanted = static_cast<double>(bytes_of_rows(staying + coming)) / share;
     throw TooManyRows{coming, staying, most_rows_, spec_.max_bytes, static_cast<int64_t>(wanted * kSpareRoom), spec_.name};
   }
-  // So many that what comes has their places, and needs no memory that could be refused.
+  // As many that new rows get freed places, and need no memory that could be refused.
   evict(std::min(std::max({coming, most_rows_ / kEvictedShare, there + coming - most_rows_}), there - staying), found.positions);
 }
 
@@ -170,8 +168,7 @@ void RowStore::evict(int64_t count, const std::vector<int64_t>& kept) {
   num_evicted_ += remove_rows(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
-// Of rows that are to be restored, of which some are missing: the places of those that have room, once the first to go
-// are gone.
+// Of rows to be restored, some of them missing: returns the places of those that have room, after evicting candidates.
 std::vector<size_t> RowStore::that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives) {
   std::vector<Candidate> coming;
   for (size_t i = 0; i < found.positions.size(); ++i)

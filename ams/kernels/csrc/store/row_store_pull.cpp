@@ -1,4 +1,4 @@
-// The part of a row store that reads rows.
+// Part of a row store: reads rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,7 +14,7 @@
 namespace geartrain {
 namespace {
 
-// Finding many positions before touching any row is a tenth faster than finding each burst's own.
+// Finding many positions before reading any row was a tenth faster than burst by burst.
 constexpr int64_t kFoundTogether = 4096;
 
 }  // namespace
@@ -35,7 +35,7 @@ void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out, Paus
       unlocked.get());
 }
 
-// Looks at every row only if the table may hold one that is too large.
+// Checks every row only if the table may hold one that is too large.
 void RowStore::require_within(DType wire, const int64_t* ids, int64_t count) const {
   DefaultFloatMode float_mode;
   Now now = this->now();
@@ -51,7 +51,7 @@ void RowStore::require_within(DType wire, const int64_t* ids, int64_t count) con
   }
 }
 
-// Of a table of float32: the row of `item` (-1: the initial value of `id`), where it lies or in buffer [3D, 4D).
+// For a table of float32: returns the row of `item` (-1: the initial value of `id`), in place or in buffer [3D, 4D).
 const float* RowStore::wide_row(int64_t item, int64_t id, const Now& now, float* buffer) const {
   float* made = buffer + 3 * spec_.dim;
   if (is_behind(now, item))

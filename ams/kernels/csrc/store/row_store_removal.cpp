@@ -1,4 +1,4 @@
-// The part of a row store that takes rows out.
+// Part of a row store: removes rows.
 #include <algorithm>
 
 #include "machine/lookahead.hpp"
@@ -32,7 +32,7 @@ int64_t RowStore::remove_rows(const int64_t* ids, int64_t count) {
       [&](auto& directory) {
         for (int64_t i = 0; i < count; ++i) {
           const int64_t position = positions[static_cast<size_t>(i)];
-          if (position < 0 || directory.find(ids[i]) < 0) continue;  // there was none, or it stood in `ids` before
+          if (position < 0 || directory.find(ids[i]) < 0) continue;  // no row, or already removed by an earlier id
           moments_.note_removal(position, ids[i]);
           if (frozen_) frozen_->note_removal(position, ids[i], aside_bytes());
           directory.erase(ids[i]);

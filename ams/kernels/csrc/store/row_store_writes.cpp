@@ -1,4 +1,4 @@
-// The part of a row store that pushes and assigns: all is looked at, room is made, and then nothing can fail.
+// Part of a row store: push and assign. Values are checked and room is made first; after that nothing can fail.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -20,7 +20,7 @@ void copy_to_cache(char* to, const char* from, size_t bytes) { std::memcpy(to, f
 
 }  // namespace
 
-// Finds every id and, while the index lines travel, looks at the values beside the ids.
+// Finds every id and checks the values beside the ids while index lines are being fetched.
 RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype,
                                      Pauses* pauses) const {
   Resolved found;
@@ -185,7 +185,7 @@ bool RowStore::none_overflows(float largest_gradient, const PushStep& step, cons
   return std::isfinite(rounded_to_nearest(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);
 }
 
-// Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
+// Near the end of a storage type's range: computes every row in a buffer and refuses the push if one becomes infinite.
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype,
                         const PushStep& step, const Now& now) const {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());

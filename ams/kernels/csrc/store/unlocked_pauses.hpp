@@ -5,7 +5,7 @@
 
 namespace geartrain {
 
-// Releases the lock for each pause: a thread that gets the turn in it reads rows, too.
+// Releases the lock for each pause, so that a thread that gets the turn then can read rows.
 template <class Lock>
 class UnlockedPauses final : public Pauses {
  public:

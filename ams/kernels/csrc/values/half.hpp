@@ -23,7 +23,7 @@ GEARTRAIN_INLINE float from_float16(uint16_t half) {
   const uint32_t magnitude = static_cast<uint32_t>(half) & 0x7FFFu;
   const uint32_t normal = (magnitude << 13) + 0x38000000u;   // exponent bias 15 -> 127
   const uint32_t special = (magnitude << 13) | 0x7F800000u;  // infinity, NaN
-  // A subnormal is magnitude * 2^-24, the last place of 0.5: put it there and take 0.5 away again, exactly.
+  // A subnormal is magnitude * 2^-24, the last place of 0.5: put it there and subtract 0.5 again, exactly.
   const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude + 0x3F000000u) - 0.5f);
   const uint32_t bits = magnitude < 0x400u ? subnormal : magnitude >= 0x7C00u ? special : normal;
   return std::bit_cast<float>(bits | sign);
@@ -45,8 +45,8 @@ GEARTRAIN_INLINE uint16_t to_float16(float value) {
 // Bits of the largest finite values, as float32.
 inline constexpr int32_t kLargestFloat16 = 0x477FE000, kLargestBfloat16 = 0x7F7F0000;
 
-// Stochastic rounding by a draw of 16 random bits: away from zero with a chance that is the part cut off. What the type
-// has stays. The magnitude must be less than the largest finite one.
+// Stochastic rounding by 16 random bits: away from zero with a probability equal to the part cut off. A value that the
+// type has stays. The magnitude must be less than the largest finite one.
 GEARTRAIN_INLINE uint16_t round_small_bfloat16(float value, uint16_t draw) {
   return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + draw) >> 16);
 }
@@ -63,7 +63,7 @@ GEARTRAIN_INLINE uint16_t round_small_float16(float value, uint16_t draw) {
   return static_cast<uint16_t>((is_subnormal ? subnormal : normal) | sign);
 }
 
-// Of any value: what round to nearest makes infinite or NaN becomes that; nothing else becomes infinite.
+// For any value: becomes infinite or NaN only if round to nearest makes it so.
 GEARTRAIN_INLINE uint16_t round_bfloat16(float value, uint16_t draw) {
   const int32_t magnitude = std::bit_cast<int32_t>(value) & 0x7FFFFFFF;
   return magnitude < kLargestBfloat16 ? round_small_bfloat16(value, draw)

@@ -96,13 +96,13 @@ constexpr double kTailBottom[] = {1.0,
                                   1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4,
                                   1.05075007164441684324e-9};
 
-// Where |p - 1/2| <= 0.425.
+// For |p - 1/2| <= 0.425.
 GEARTRAIN_INLINE double central(double q) {
   const double r = 0.180625 - q * q;
   return q * polynomial(kCentralTop, r) / polynomial(kCentralBottom, r);
 }
 
-// Elsewhere. AS 241 has a third region below p = exp(-25), which (word + 1/2) / 2^32 never reaches.
+// For all other p. AS 241 has a third region below p = exp(-25), which (word + 1/2) / 2^32 never reaches.
 GEARTRAIN_INLINE double tail(double q) {
   const double r = __builtin_sqrt(-log_of(0.5 - __builtin_fabs(q))) - 1.6;
   const double value = polynomial(kTailTop, r) / polynomial(kTailBottom, r);
@@ -116,7 +116,7 @@ GEARTRAIN_INLINE void normal_columns(float* __restrict out, const uint32_t* __re
     q[i] = (static_cast<double>(words[i]) + 0.5) * kWordUnit - 0.5;
     z[i] = central(q[i]);
   }
-  // The tails, 15 % of all, are gathered so that they too are computed side by side.
+  // The tails, 15 % of all, are gathered so that they, too, are computed in lanes.
   int where[kColumns], num_tails = 0;
   double tails[kColumns];
   for (int i = 0; i < kColumns; ++i) {
@@ -146,7 +146,7 @@ float largest_below(double high, double low) {
   return std::max(value, static_cast<float>(low));
 }
 
-// The columns from `column` on that so many counters yield, of those below `dim`.
+// Columns from `column` on, as many as the counters yield, but below `dim`.
 template <int kCounters>
 GEARTRAIN_INLINE void fill_columns(float* out, int64_t column, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
   constexpr int kColumns = 4 * kCounters;
@@ -164,7 +164,7 @@ GEARTRAIN_INLINE void fill_random(float* out, int64_t dim, int64_t id, const Ini
   constexpr int64_t kWide = 4 * kMostCounters;
   int64_t column = 0;
   for (; dim - column > kWide / 2; column += kWide) fill_columns<kMostCounters>(out, column, dim, id, values, below_high);
-  // The rows of embeddings are narrow, and so are the ends of others.
+  // Rows of embeddings are narrow, and so are the ends of wider rows.
   if (dim - column > kWide / 4)
     fill_columns<kMostCounters / 2>(out, column, dim, id, values, below_high);
   else if (dim > column)

@@ -29,7 +29,7 @@ GEARTRAIN_INLINE uint16_t narrow(float value) {
 template <DType dtype>
 GEARTRAIN_INLINE void load_body(float* __restrict out, const void* in, size_t count) {
   if constexpr (dtype == DType::float32) {
-    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // of none, a pointer may be null
+    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // pointers may be null if count is 0
   } else {
     const uint16_t* __restrict bits = static_cast<const uint16_t*>(in);
     for (size_t i = 0; i < count; ++i) out[i] = widen<dtype>(bits[i]);
@@ -39,7 +39,7 @@ GEARTRAIN_INLINE void load_body(float* __restrict out, const void* in, size_t co
 template <DType dtype>
 GEARTRAIN_INLINE void store_body(void* out, const float* __restrict in, size_t count) {
   if constexpr (dtype == DType::float32) {
-    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // of none, a pointer may be null
+    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // pointers may be null if count is 0
   } else {
     uint16_t* __restrict bits = static_cast<uint16_t*>(out);
     for (size_t i = 0; i < count; ++i) bits[i] = narrow<dtype>(in[i]);
@@ -112,7 +112,7 @@ GEARTRAIN_INLINE void move_row_body(float* __restrict out, const float* __restri
 void copy_plain(char* out, const char* in, size_t bytes) { std::memcpy(out, in, bytes); }
 
 #if defined(__x86_64__)
-// 16-byte stores alone were slower than memcpy: they only bring `out` to the next boundary of 32 and end the row.
+// 16-byte stores alone were slower than memcpy: they only bring `out` to the next multiple of 32 and end the row.
 GEARTRAIN_TARGET_AVX2 void copy_streaming_avx2(char* out, const char* in, size_t bytes) {
   if ((reinterpret_cast<uintptr_t>(out) | bytes) % 16 != 0) return copy_plain(out, in, bytes);
   size_t at = 0;

@@ -30,8 +30,8 @@ struct Kernels {
   void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
   // Applies them to the row alone.
   void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
-  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d. Returns the largest
-  // magnitudes.
+  // Adds another gradient of a step that was already applied:  d = gradient * scale;  v += d;  w -= lr * d. Returns the
+  // largest magnitudes.
   Ranges (*add_late)(float* row, float* slot, const float* gradient, size_t count, PushFactors push);
   // Any storage type <-> float32, round to nearest even. Index: DType.
   void (*load[kNumDTypes])(float* out, const void* in, size_t count);

@@ -11,7 +11,7 @@
 
 namespace geartrain {
 
-// Of direction(0) .. direction(count - 1).
+// Mean square of direction(0) .. direction(count - 1).
 template <class Direction>
 GEARTRAIN_INLINE float mean_square(size_t count, const Direction& direction) {
   constexpr size_t kLanes = 16;
@@ -26,23 +26,23 @@ GEARTRAIN_INLINE float mean_square(size_t count, const Direction& direction) {
     const float value = direction(i);
     sums[lane] += value * value;
   }
-  // Not in one loop over halves, which would go through memory.
+  // Unrolled: a loop over halves would go through memory.
   float eight[kLanes / 2], four[kLanes / 4];
   for (size_t lane = 0; lane < kLanes / 2; ++lane) eight[lane] = sums[lane] + sums[lane + kLanes / 2];
   for (size_t lane = 0; lane < kLanes / 4; ++lane) four[lane] = eight[lane] + eight[lane + kLanes / 4];
   return ((four[0] + four[2]) + (four[1] + four[3])) * (1.0f / static_cast<float>(count));
 }
 
-// At least the mean square of `count` numbers that are at most `largest`: infinite where their sum may be. The factor
+// Upper bound of the mean square of `count` numbers of at most `largest`: infinite if their sum may be. The factor
 // covers the rounding of 4,096 additions a lane.
 inline float worst_mean_square(float largest, size_t count) {
   const float square = largest * largest * 1.001f;
   return std::isfinite(square * static_cast<float>(count)) ? square : INFINITY;
 }
 
-// At least |a number| / (the root of a mean square that it is one of `count` in, + epsilon), for a mean weighed by at
-// least `weight`. The root is no less than the number times sqrt(weight / count), but for numbers whose squares are not
-// normal: then epsilon is all there is for sure.
+// Upper bound of |x| / (root + epsilon), where root is the root of a mean square of `count` numbers that includes x, in
+// a mean with weight at least `weight`. The root is at least |x| * sqrt(weight / count), unless the square of x is no
+// normal number: then only epsilon is certain.
 inline float worst_quotient(size_t count, float weight, float epsilon) {
   return std::sqrt(static_cast<float>(count) / weight) * std::max(2.0f, 0x1p-62f / epsilon);
 }

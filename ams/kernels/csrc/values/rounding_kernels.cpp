@@ -2,7 +2,7 @@
 // internal linkage, and no inline function of another header is used that might be merged with that of a lesser CPU:
 // those of half.hpp are always inlined.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header, of _mm512_undefined_epi32
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header: _mm512_undefined_epi32
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,9 +14,8 @@
 namespace geartrain {
 namespace {
 
-// Words of kLanes counters, each in the low half of 64 bits; what is in the high half does not matter, since products
-// read the low one. `interleave` writes word 0 .. 3 of counter 0, then of counter 1, ...; order[lane] is the counter in
-// a lane.
+// Words of kLanes counters, each in the low half of 64 bits; the high half is ignored, since products read the low one.
+// `interleave` writes word 0 .. 3 of counter 0, then of counter 1, ...; order[lane] is the counter in a lane.
 #if defined(__AVX512F__)
 constexpr int kLanes = 8;
 using Words = __m512i;
@@ -80,15 +79,14 @@ void interleave(uint16_t* out, Words x0, Words x1, Words x2, Words x3) {
 #endif
 
 constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
-constexpr uint32_t kAdded0 = 0x9E3779B9u, kAdded1 = 0xBB67AE85u;  // to the key, each round
+constexpr uint32_t kAdded0 = 0x9E3779B9u, kAdded1 = 0xBB67AE85u;  // added to the key each round
 constexpr int kRounds = 7;
-constexpr size_t kColumns = 8;  // of one counter
+constexpr size_t kColumns = 8;  // columns of one counter
 
 uint32_t low_product(uint32_t a, uint32_t b) { return a * b; }
 uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 
-// The random bits of one row. Its counters differ in word 3 alone, so that half of the first three rounds is the same
-// for all.
+// Random bits of one row. Its counters differ in word 3 only, so half of the first three rounds is computed once.
 class RowDraws {
  public:
   explicit RowDraws(const Draw& draw)
@@ -109,14 +107,14 @@ class RowDraws {
       keys_[round] = {uint32_t{key0_ + (round + 3) * kAdded0}, uint32_t{key1_ + (round + 3) * kAdded1}};
   }
 
-  // out [8 * kLanes * kBlocks]: the draws from column `column` on.
+  // out [8 * kLanes * kBlocks]: the random bits from column `column` on.
   template <int kBlocks>
   void write(uint16_t* out, size_t column) const {
     const Words multiplier0 = all(kMultiplier0), multiplier1 = all(kMultiplier1), order = load(kOrder), none = all(0);
     Words x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
     for (int block = 0; block < kBlocks; ++block) {
       const uint32_t counter = first3_ + static_cast<uint32_t>(column / kColumns) + static_cast<uint32_t>(block * kLanes);
-      // The counters of a block begin at a multiple of its size: their lowest bits are those of the lane.
+      // The counters of a block begin at a multiple of its size: their lowest bits are the lane's.
       const Words product1 = times(mix(all(one2_), all(counter), order), multiplier1);
       const Words product0 = times(mix(high(product1), all(one1_), none), multiplier0);
       x0[block] = mix(product1, all(three0_), none);
@@ -140,15 +138,15 @@ class RowDraws {
 
  private:
   uint32_t key0_, key1_, first3_;
-  // Of the words after a round, what does not depend on the column, with the next round's key.
+  // Parts of the words after a round that do not depend on the column, with the next round's key.
   uint32_t one1_, one2_, two3_, three0_, three1_;
   struct RoundKey {
     uint64_t word0, word1;
   };
-  RoundKey keys_[kRounds - 3];  // of the rounds after the third
+  RoundKey keys_[kRounds - 3];  // keys of the rounds after the third
 };
 
-// Rounds `count` values by as many draws.
+// Rounds `count` values by as many random draws.
 template <DType dtype>
 [[gnu::always_inline]] inline void round_values(uint16_t* __restrict out, const float* __restrict in, const uint16_t* __restrict draws,
                                                 size_t count) {
