@@ -83,7 +83,7 @@ FilterSlab& Admission::writable(int64_t number) {
   std::shared_ptr<FilterSlab>& own = slabs_[static_cast<size_t>(number)];
   if (own == nullptr) own = std::make_shared<FilterSlab>(slab_ranges_, range_bytes());
   else if (own.use_count() > 1) own = std::make_shared<FilterSlab>(*own);
-  else std::atomic_thread_fence(std::memory_order_acquire);  // use_count() orders nothing: who let go of it has read it before
+  else std::atomic_thread_fence(std::memory_order_acquire);  // use_count() orders nothing: earlier reads of a released slab must come first
   return *own;
 }
 

@@ -13,11 +13,11 @@
 namespace geartrain {
 namespace {
 
-// What an operator should know, told to a callable of Python by a thread that has not its lock.
+// Calls a Python callable with messages for an operator, from a thread without the interpreter lock.
 Greeter::Warn warn_of(const nb::object& tell) {
   if (tell.is_none()) return nullptr;
   return [told = kept(tell)](const std::string& words) {
-    if (is_interpreter_gone()) return;  // who ends it may wait for this thread
+    if (is_interpreter_gone()) return;  // the thread that ends it may wait for this one
     const WithInterpreter interpreter;
     try {
       told->operator()(words);
@@ -27,8 +27,8 @@ Greeter::Warn warn_of(const nb::object& tell) {
   };
 }
 
-// One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for
-// that.
+// If not closed, the server ends with its object: a call of it may need the interpreter lock, or the turn of a caller
+// that waits for the lock.
 class ServerOfPython : public DataServer {
  public:
   using DataServer::DataServer;
@@ -38,7 +38,7 @@ class ServerOfPython : public DataServer {
   }
 };
 
-// Connections have the grant itself, so that no thread of theirs needs the interpreter lock to let go of it.
+// Connections share the grant itself, so that their threads can release it without the interpreter lock.
 struct GrantOfPython {
   std::shared_ptr<Grant> grant;
 };

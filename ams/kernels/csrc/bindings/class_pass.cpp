@@ -20,18 +20,18 @@ using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatParts = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kPieceRows = 2880;  // dealt out at a time; a multiple of what a tile holds at usual widths
+constexpr int64_t kPieceRows = 2880;  // rows of a piece of work; a multiple of a tile's rows at usual widths
 
 struct Free {
   void operator()(float* at) const { ::operator delete[](at, std::align_val_t{64}); }
 };
-using AlignedFloats = std::unique_ptr<float[], Free>;  // at whole cache lines
+using AlignedFloats = std::unique_ptr<float[], Free>;  // aligned to cache lines
 
 AlignedFloats aligned_floats(int64_t count) {
   return AlignedFloats(static_cast<float*>(::operator new[](static_cast<size_t>(count) * sizeof(float), std::align_val_t{64})));
 }
 
-// Memory of one thread that is used again: fresh pages would cost more than the arithmetic.
+// Returns reused memory of this thread: fresh pages would cost more than the arithmetic.
 float* scratch_of(int64_t floats) {
   thread_local AlignedFloats memory;
   thread_local int64_t size = 0;
@@ -49,7 +49,7 @@ const ClassPass& pass_in(bool bfloat16) { return bfloat16 ? bfloat16_class_pass(
 // One batch, packed for the products; any number of threads may run it over chunks.
 class PackedClassPass {
  public:
-  // `weights` [B] multiply what each sample adds to the gradients of rows; none: 1.
+  // `weights` [B] multiply each sample's part of the gradients of rows; none: 1.
   PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16, const std::optional<Floats>& weights,
                   int64_t centers)
       : pass_(pass_in(bfloat16)),
@@ -69,10 +69,9 @@ class PackedClassPass {
     pass_.pack(features_.data(), batch_, dim_, dim_, 1, 1.0f, key_.get());
   }
 
-  // Below, a row of an array is a class: its K centers, one after the other, and what is kept of them.
+  // In the following, a row of an array is a class: its K centers, one after another.
 
-  // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the
-  // rows do.
+  // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may have fewer rows.
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
                const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
                const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets,
@@ -125,7 +124,7 @@ class PackedClassPass {
     });
   }
 
-  // `kept` may end before the rows do. Returns (a number that is 0, or NaN if a gradient is not finite; Σ g²).
+  // `kept` may have fewer rows. Returns (a number that is 0, or NaN if a gradient is not finite; Σ g²).
   std::pair<float, double> overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
                   const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
                   int64_t threads, const std::optional<Floats>& offsets, const std::optional<Floats>& common) const {

@@ -12,8 +12,8 @@ namespace {
 
 nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors"); }
 
-// Names and classes that every call asks for are looked up once, and never given back: the interpreter is gone before
-// they are.
+// Names and classes that every call needs are looked up once, and never released: the interpreter is gone before static
+// variables are destroyed.
 #define GEARTRAIN_NAME(text)                                          \
   ([]() -> nb::handle {                                               \
     static const nb::handle name = PyUnicode_InternFromString(text);  \
@@ -22,15 +22,14 @@ nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors")
 
 nb::object of_messages(const char* name) { return nb::module_::import_("geartrain.ams.values.shard_messages").attr(name); }
 
-// Not initialised as static variables are, under a lock of C++: an import may give up the interpreter lock in the
-// middle.
+// Not a static variable, whose initialisation holds a C++ lock: an import may release the interpreter lock meanwhile.
 nb::handle done_class() {
   static nb::handle found;
   if (!found.is_valid()) found = of_messages("Done").release();
   return found;
 }
 
-// Words may be those of another process, or cut.
+// Text may come from another process, or be cut.
 nb::object text_of(const std::string& text) {
   return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
 }
@@ -44,7 +43,7 @@ int64_t number_of(nb::handle value, nb::handle name) {
   return result;
 }
 
-// The name of an error's class, or of the nearest one above it that callers know.
+// Returns the name of an error's class, or of its nearest base class that callers know.
 std::string public_name(nb::handle kind) {
   for (const nb::handle base : kind.attr("__mro__")) {
     const std::string name = nb::cast<std::string>(base.attr("__name__"));
@@ -53,7 +52,7 @@ std::string public_name(nb::handle kind) {
   return "InternalError";
 }
 
-// A fault that Python cannot be told of, as the interpreter shows those of destructors.
+// Reports an error that cannot be raised, as the interpreter reports those of destructors.
 void show(nb::python_error& error, nb::handle where) {
   error.restore();
   PyErr_WriteUnraisable(where.ptr());

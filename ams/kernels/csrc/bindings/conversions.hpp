@@ -24,7 +24,7 @@ Fault fault_of(nb::handle error);
 CallContext context_of(nb::handle context);
 SyncGroup group_of(nb::handle group);
 Scalars scalars_of(nb::handle numbers);  // a mapping
-// Facts of a push of `count` ids; None: none. Occurrences stay those of `batch`.
+// Facts of a push of `count` ids; None: none. Occurrences stay in the memory of `batch`.
 BatchFacts batch_of(nb::handle batch, size_t count);
 nb::object python_of(const Done& done);
 

@@ -25,23 +25,23 @@ void on_ring(Alarm& alarm, nb::object ring) {
   });
 }
 
-// A caller of Python who may stop waiting.
+// Python caller that may stop waiting.
 struct Waiter {
   std::atomic<bool> has_left{false};
 };
 
-// Ctrl-C ends the wait of the main thread for its turn.
+// Returns a caller whose wait for the turn Ctrl-C ends, on the main thread.
 Caller caller_of(const Waiter* waiter, bool has_turn) {
   return {.has_left = waiter == nullptr ? nullptr : &waiter->has_left,
           .look = [waiter] { return look_for_signals() || (waiter != nullptr && waiter->has_left); },
           .has_turn = has_turn};
 }
 
-// A request of so few bytes of rows is sooner done than the interpreter lock is had again, for which another thread may
-// let this one wait for milliseconds.
+// A request with few bytes of rows takes less time than acquiring the interpreter lock again, for which another thread
+// may make this one wait for milliseconds.
 constexpr size_t kFewBytes = size_t{64} << 10;
 
-// Calls ask(caller), without the interpreter lock unless it is soon over. Nobody waits for the turn with it.
+// Calls ask(caller), without the interpreter lock unless it is short. No thread waits for the turn with that lock.
 template <class Ask>
 void ask_engine(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Ask& ask) {
   Caller caller = caller_of(waiter, has_turn);
@@ -68,14 +68,14 @@ void alter_table(ServedTable& table, double lr, const std::string& optimizer, co
   table.alter(lr, PushOptimizers(optimizer, scalars, fixed, table.rows().spec().optimizer));
 }
 
-// The error that a refusal of the table's rows is.
+// Returns the error of a refusal of the table's rows.
 nb::any refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
   return any_of(error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label)));
 }
 
 int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
 
-// Returns the writes that the table has had.
+// Returns the number of writes of the table.
 int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
           const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<Flags>& present,
           nb::handle required_sync, const Waiter* waiter, bool has_turn) {
@@ -105,7 +105,7 @@ int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version,
   return writes;
 }
 
-// The outcome of a write, and who is told of it if it comes when the call is over.
+// Outcome of a write, and the Future that receives it if it comes after the call.
 class Reply {
  public:
   void settle(const Outcome& outcome) {
@@ -121,7 +121,7 @@ class Reply {
     later(outcome);
   }
 
-  // Done, or a Future of it if it waits for others. Throws the Fault that it ended with. Called once, with the
+  // Returns Done, or a Future of it if it waits for others. Throws the Fault of the write. Called once, with the
   // interpreter lock.
   nb::object take() {
     nb::object future;
@@ -165,7 +165,7 @@ void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* labe
                                    std::to_string(ids.size()) + " ids");
 }
 
-// What a push and an assign have in common.
+// Common part of a push and an assign.
 template <class Request>
 Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const char* label, const std::string& table) {
   require_a_row_each(ids, rows, label, table);
@@ -205,7 +205,7 @@ nb::any assign(Engine& engine, nb::handle context, const std::string& table, con
 }
 
 
-// What Python raises is the fault that the write ends with.
+// A Python exception becomes the fault of the write.
 template <class... Arguments>
 int64_t call_of(const nb::callable& apply, const Arguments&... arguments) {
   try {
@@ -230,7 +230,7 @@ void update_jointly(Engine& engine, nb::handle context, nb::object update, nb::o
                         });
 }
 
-// [(carrier, RPC, how many took at most each bound, seconds, bytes in, bytes out, {fault: how many})]
+// [(carrier, RPC, calls up to each bound of duration, seconds, bytes in, bytes out, {fault: calls})]
 nb::list call_counts(Engine& engine) {
   constexpr const char* kCarriers[] = {"ring", "tcp"};
   constexpr const char* kKinds[] = {"Pull", "Push", "Assign", "Several", "Unread"};
@@ -246,7 +246,7 @@ nb::list call_counts(Engine& engine) {
   return all;
 }
 
-// Never away: one thread may have several places, and waits for them in their order.
+// Never away in the queue: a thread may have several places, and waits for them in their order.
 void wait(Turn::Place& place) {
   const WithoutInterpreter release;
   place.wait();
@@ -261,7 +261,7 @@ void acquire(Turn& turn) {
   place.keep();
 }
 
-// False: the turn did not come in time.
+// Returns false if the turn did not come in time.
 bool acquire_within(Turn& turn, double seconds) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   Turn::Place place(turn);

@@ -14,7 +14,7 @@ using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Indices = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyVector = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// The arrays of a call, which stay alive through it: the list that has them may be changed meanwhile.
+// Keeps the arrays of a call alive: their list may be changed meanwhile.
 struct HeldTensors {
   std::vector<Floats> floats;
   std::vector<AnyVector> gradients;
@@ -54,7 +54,7 @@ HeldTensors held_tensors(const nb::list& residuals, const nb::list& velocities, 
   return held;
 }
 
-// NaN and infinity are larger than any number: a tensor that has one has it among its largest.
+// NaN and infinity are larger than any number: a tensor with one has it among its largest.
 int64_t owner_of_not_finite(const std::vector<SweptTensor>& tensors, const float* largest) {
   for (size_t number = 0; number < tensors.size(); ++number)
     for (int64_t i = 0; i < tensors[number].k; ++i)

@@ -26,7 +26,7 @@ using PlaceOutput = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::
 using StridedFloats = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using FloatOutput = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// A lookup, and the arrays of its caller that it reads.
+// Lookup, and the caller's arrays that it reads.
 struct HeldLookup {
   std::vector<nb::object> arrays;
   std::unique_ptr<Lookup> lookup;
@@ -103,7 +103,7 @@ void require_table(const HeldLookup& self, int64_t table) {
   require(table >= 0 && table < self.lookup->num_tables(), "there is no such table");
 }
 
-// The distinct ids of each table, in the memory of the lookup.
+// Returns the distinct ids of each table, in the memory of the lookup.
 nb::list distinct_ids(nb::handle_t<HeldLookup> self) {
   const Lookup& lookup = *nb::cast<const HeldLookup&>(self).lookup;
   nb::list found;
@@ -137,7 +137,7 @@ void count_occurrences(const HeldLookup& self, int64_t table, const std::vector<
   self.lookup->count_occurrences(table, wanted, out.data());
 }
 
-// A new array of numpy's, and where its numbers are.
+// Returns a new numpy array, and the address of its numbers.
 std::pair<nb::object, float*> new_matrix(int64_t rows, int64_t dim) {
   const size_t shape[2] = {static_cast<size_t>(rows), static_cast<size_t>(dim)};
   auto* values = new float[shape[0] * shape[1]];
@@ -145,7 +145,7 @@ std::pair<nb::object, float*> new_matrix(int64_t rows, int64_t dim) {
   return {nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(values, 2, shape, owner)), values};
 }
 
-// Of each table its rows and their type. Returns the vectors of each feature.
+// `rows`: rows of each table, and their type. Returns the vectors of each feature.
 nb::list pool(HeldLookup& self, const nb::list& rows, bool keep_places) {
   Lookup& lookup = *self.lookup;
   require(static_cast<int64_t>(rows.size()) == lookup.num_tables(), "rows must be as many as tables");
@@ -175,7 +175,7 @@ std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list
   require(static_cast<int64_t>(dims.size()) == lookup.num_tables(), "dims must be as many as tables");
   require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
   std::vector<Lookup::Gradients> gradients(vectors.size());
-  std::vector<std::vector<float>> copies;  // of those whose rows do not lie in one piece, as of an expanded tensor
+  std::vector<std::vector<float>> copies;  // of gradients that are not contiguous, such as expanded tensors
   for (size_t i = 0; i < vectors.size(); ++i) {
     if (vectors[i].is_none()) continue;
     const auto given = nb::cast<StridedFloats>(vectors[i], false);
@@ -236,7 +236,7 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
 
 using StridedRows = nb::ndarray<nb::ndim<2>, nb::device::cpu>;
 
-// The mapped arrays of several tables, held while their rows may be pulled.
+// Mapped arrays of several tables, held while rows may be pulled.
 struct HeldTables {
   std::vector<nb::object> arrays;
   std::vector<MappedRows> tables;
@@ -268,7 +268,7 @@ void hold_tables(HeldTables* self, const nb::list& given) {
   new (self) HeldTables(std::move(held));
 }
 
-// The places of ids without a row go to `missing`, those of one table after the other's; how many to `counts`.
+// Writes the places of ids without a row to `missing`, table after table, and their numbers to `counts`.
 void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, const nb::list& ids, const nb::list& outs,
                  const IdOutput& missing, const IdOutput& counts) {
   struct Pull {

@@ -42,7 +42,7 @@ void bind_refusals(nb::module_& m) {
 
 int64_t first_outside_checked(const IdArray& ids, int64_t last) {
   const int64_t count = static_cast<int64_t>(ids.size());
-  if (count <= kFewIds) return first_outside(ids.data(), count, last);  // sooner done than the interpreter lock is had again
+  if (count <= kFewIds) return first_outside(ids.data(), count, last);  // faster than acquiring the interpreter lock again
   const WithoutInterpreter release;
   return first_outside(ids.data(), count, last);
 }
@@ -92,8 +92,8 @@ void sample_checked(int64_t num_ids, int64_t first, uint64_t seed, uint64_t step
   sample_permutation(num_ids, first, count, seed, step, out.data());
 }
 
-// PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before anybody else has
-// them.
+// PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before any other code
+// can see them.
 nb::tuple bytes_with_room(const nb::bytes& head, int64_t room) {
   require(room >= 0, "room must be >= 0");
   const size_t head_bytes = head.size();

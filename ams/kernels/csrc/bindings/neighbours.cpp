@@ -17,7 +17,7 @@ using Array = nb::ndarray<Value, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Rows = Array<const float, 2>;
 using Ids32 = Array<const int32_t, 1>;
 
-// The running best of some rows, in arrays that Python holds and may save.
+// Best neighbours so far of some rows, in arrays that Python owns and may save.
 struct Best {
   Array<float, 2> scores;
   Array<int32_t, 2> ids;
@@ -32,7 +32,7 @@ struct Best {
   }
 };
 
-// RunningBestArrays of ams/kernels/neighbours.py.
+// Reads a RunningBestArrays of ams/kernels/neighbours.py.
 Best best_of(nb::handle arrays) {
   const auto scores = nb::cast<Array<float, 2>>(arrays.attr("scores"), false);
   const auto ids = nb::cast<Array<int32_t, 2>>(arrays.attr("ids"), false);
@@ -56,7 +56,7 @@ UnitRows checked_rows(const Rows& rows, const Ids32* ids, int64_t first) {
   return {rows.data(), count, ids == nullptr ? nullptr : ids->data(), first};
 }
 
-// `given_b` is None: b is only looked at. A block with itself is multiplied once.
+// `given_b` None: b gets no results. A block with itself is multiplied once.
 void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Rows& b, int64_t first_b, nb::handle given_b,
                    int64_t threads) {
   const bool same = first_a == first_b && !given_b.is_none();

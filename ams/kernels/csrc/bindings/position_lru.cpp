@@ -10,8 +10,8 @@
 namespace geartrain {
 namespace {
 
-// No call releases the GIL: each is short, and so it is atomic for the threads of a process. Capacities and sizes are
-// checked in kernels/position_lru.py.
+// No call releases the interpreter lock: each is short, and so atomic for the threads of a process. Capacities and
+// sizes are checked in kernels/position_lru.py.
 
 void find(PositionLru& index, const IdArray& ids, const IdOutput& positions, bool touch) {
   index.find(ids.data(), static_cast<int64_t>(ids.size()), positions.data(), touch);

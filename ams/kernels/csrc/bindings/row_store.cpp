@@ -21,8 +21,7 @@
 namespace geartrain {
 namespace {
 
-// What arrays and numbers must be is checked where tables are given them: tables/row_checks.py, and the specs of
-// tables.
+// Arrays and numbers are checked where tables receive them: tables/row_checks.py, and the specs of tables.
 using Lives = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -167,9 +166,9 @@ bool is_zero(const char* bytes, size_t count) {
   return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
-// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each, the range to go on at or -1): a
-// piece of about `most_bytes`, from range `start` on. None: the table admits every id, or nothing is frozen. No thaw
-// may come meanwhile.
+// Returns (pushes, numbers of ranges, their counters as bytes [R, B], waiting ids of each, range to continue at or -1):
+// about `most_bytes`, from range `start` on. None: the table admits every id, or nothing is frozen. Must not run during
+// a thaw.
 std::optional<nb::tuple> frozen_admission(const RowStore& store, int64_t start, int64_t most_bytes) {
   const auto& state = store.frozen_admission();
   if (!state) return std::nullopt;
@@ -220,7 +219,7 @@ void restore_admission(RowStore& store, int64_t num_pushes, const std::vector<in
   for (size_t i = 0; i < ranges.size(); ++i) store.restore_admission(num_pushes, ranges[i], bytes + i * counters.shape(1), waiting[i]);
 }
 
-// (ids that wait, gradients, occurrences); None: the table admits every id.
+// Returns (waiting ids, refused gradients, their occurrences); None: the table admits every id.
 std::optional<nb::tuple> refused(const RowStore& store) {
   const Admission* admission = store.admission();
   if (admission == nullptr) return std::nullopt;
@@ -295,7 +294,7 @@ void adopt(StepHistory& history, int64_t now, const std::vector<float>& lrs, dou
   history.adopt(state);
 }
 
-// [K + 1, 4]: by age, then what moves rows that were never written.
+// Copies [K + 1, 4]: effects by age, then that on rows that were never written.
 void copy_factors(const CatchUp& catch_up, const FactorRows& out) {
   const std::vector<Elapsed>& by_age = catch_up.by_age();
   require(out.shape(0) == by_age.size() + 1 && out.shape(1) == 4, "out must be [num_ages + 1, 4]");

@@ -1,4 +1,4 @@
-// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/retries.py.
+// Python class of the client; retries are decided in ams/client/retries.py.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -42,8 +42,8 @@ SteadyTime::duration duration_of(double seconds) {
   return std::chrono::duration_cast<SteadyTime::duration>(std::chrono::duration<double>(std::min(seconds, kLongestSeconds)));
 }
 
-// An attempt whose `watch` is told every 100 ms of the shards that have not replied. Signals of the main thread end it,
-// too.
+// Returns an attempt whose `watch` receives the shards that have not replied, every 100 ms. Signals of the main thread
+// end it, too.
 Attempt attempt_of(double seconds, nb::handle watch) {
   return {.seconds = std::isfinite(seconds) ? seconds : 0,
           .deadline = std::chrono::steady_clock::now() + duration_of(seconds),
@@ -58,8 +58,8 @@ Attempt attempt_of(double seconds, nb::handle watch) {
           }};
 }
 
-// None: there is no connection to the shard; False: no reply came in time; an error: what it answered; (created,
-// duplicate): it is done.
+// Returns None: no connection to the shard; False: no reply in time; an error: its answer; or (created, duplicate):
+// success.
 nb::object python_of(const PartOutcome& outcome) {
   if (std::holds_alternative<Late>(outcome)) return nb::bool_(false);
   if (const auto* fault = std::get_if<Fault>(&outcome)) return error_of(*fault);
@@ -84,7 +84,7 @@ PullRequest pull_request(const TableFacts& table, const IdArray& ids, const Matr
   return request;
 }
 
-// None: all is done; else what each shard says that has not brought its part to an end.
+// Returns None if all shards are done; otherwise the outcome of each unfinished shard.
 std::optional<nb::list> python_of(const Undone& undone) {
   if (undone.empty()) return std::nullopt;
   nb::list parts;
@@ -92,7 +92,7 @@ std::optional<nb::list> python_of(const Undone& undone) {
   return parts;
 }
 
-// What all shards say together, if each has done its part; else what each says.
+// Returns the joint outcome of all shards if each has done its part; otherwise each one's outcome.
 nb::object python_of(const std::vector<PartOutcome>& parts) {
   Done joint;
   for (const PartOutcome& part : parts) {
@@ -132,7 +132,7 @@ void create_scattered(ScatteredRows* self, const nb::tuple& arrays, int64_t dim)
   new (self) ScatteredRows(ranges, static_cast<size_t>(dim) * sizeof(float));
 }
 
-// Rows [N, dim]: those of these numbers, or all.
+// Writes rows [N, dim] to the rows of these numbers, or to all.
 void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::optional<IdArray>& numbers) {
   require(rows.dtype() == nb::dtype<float>() && static_cast<int64_t>(rows.shape(0)) == self.count() &&
               rows.shape(1) * sizeof(float) == self.row_bytes(),
@@ -166,15 +166,15 @@ std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& tab
   Undone undone;
   {
     const WithoutInterpreter release;
-    out.gather();  // rows that do not come stay what they are
+    out.gather();  // rows that do not arrive stay unchanged
     undone = client.pull(table, table_incarnation, request, attempt, shards);
     out.scatter();
   }
   return python_of(undone);
 }
 
-// (table, table_incarnation, ids, out, dtype_code) each. Returns what pull() says of each, or None if that is None of
-// all, and of each the writes that each shard had applied.
+// `pulls`: (table, table_incarnation, ids, out, dtype_code) each. Returns each pull's outcome as pull() does, or None
+// if all are None; and for each pull the writes that each shard had applied.
 nb::tuple pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
   std::vector<TablePull> all;
   all.reserve(pulls.size());
@@ -211,7 +211,7 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   return client.begin_pull(table, table_incarnation, request, std::move(attempt), std::move(label));
 }
 
-// Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: they were not).
+// Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: not pulled).
 using BatchFactsGiven = std::tuple<std::optional<Counts>, std::optional<int64_t>, std::optional<double>, std::optional<std::vector<int64_t>>>;
 
 void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t count, const Placement& placement) {
@@ -224,7 +224,7 @@ void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t co
   if (pulled_at) settings.pulled_at = *pulled_at;
 }
 
-// `rows`: Matrix, or ScatteredRows, which stay gathered.
+// `rows`: Matrix, or ScatteredRows, whose gathered copies stay.
 template <class Rows>
 void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
              bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
@@ -261,7 +261,8 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
                            static_cast<RowCheck>(check));
 }
 
-// Distinct ids and finite gradients of several tables: (table, ids, rows, dtype_code, every_shard, batch) each.
+// `pushes`: distinct ids and finite gradients of several tables, (table, ids, rows, dtype_code, every_shard, batch)
+// each.
 nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::optional<double> lr, double scale, nb::handle scalars,
                         nb::handle group) {
   struct Push {
@@ -306,7 +307,7 @@ nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::o
   return writes;
 }
 
-// Stream, incarnation, sequence, the oldest that is not acknowledged, and which table of its name is meant.
+// Stream, incarnation, sequence, oldest sequence without an acknowledgement, expected incarnation of the table.
 using ContextGiven = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t>;
 
 CallContext context_of(const ContextGiven& given) {
@@ -318,7 +319,7 @@ CallContext context_of(const ContextGiven& given) {
           .table_incarnation = table_incarnation};
 }
 
-// Each with its context and the shards that it is for; none: all.
+// `calls`: writes with their contexts and shards; no shards: all.
 nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWrite*, ContextGiven, std::vector<int64_t>>>& calls,
                double seconds, nb::handle watch) {
   std::vector<Write> writes;
@@ -335,8 +336,8 @@ nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWr
   return replies;
 }
 
-// (what write() says of it, the writes that each shard with rows had applied then, or None if not all of its rows
-// came).
+// Returns (outcome as of write(), the writes that each shard with rows had applied then, or None if some rows are
+// missing).
 nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, const ScatteredRows& out, double seconds,
                          nb::handle watch) {
   PullRequest after;
@@ -353,7 +354,7 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, cons
   std::optional<std::vector<int64_t>> writes;
   {
     const WithoutInterpreter release;
-    out.gather();  // rows that do not come stay what they are
+    out.gather();  // rows that do not arrive stay unchanged
     parts = client.write_and_pull(write, attempt, writes);
     out.scatter();
   }
@@ -368,7 +369,7 @@ bool begin_write(RowsClient& client, const PreparedWrite& prepared, const Contex
   return client.begin_write(write, std::move(attempt), std::move(label));
 }
 
-// (tag, what pull() or write() says of it); None: there is none in so many seconds.
+// Returns (tag, outcome as of pull() or write()); None: there is none within `seconds`.
 std::optional<nb::tuple> next_reply(RowsClient& client, double seconds) {
   const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
   std::optional<RowsClient::Reply> reply;

@@ -20,7 +20,7 @@ nb::list steps(const SyncGroups& groups) {
 }
 
 
-// No call gives up the interpreter lock: none waits for anything, and giving it up costs more than they do.
+// No call releases the interpreter lock: none waits, and releasing it costs more than the call.
 void bind_lease(nb::module_& m) {
   nb::class_<Lease>(m, "Lease")
       .def(
@@ -44,8 +44,8 @@ std::vector<std::string> names_of(nb::iterable names) {
   return found;
 }
 
-// Streams as they were at one moment. Made in a shard's turn, and turned into objects of Python after it: that takes 30
-// times as long.
+// Streams at one moment. Copied in a shard's turn, and converted to Python objects after it, which takes 30 times as
+// long.
 struct HeldStreams {
   std::vector<HeldStream> streams;
 

@@ -20,7 +20,7 @@ FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stam
   FreshnessCheck judged;
   const double* edges_end = counts.edges + counts.num_edges;
   int64_t bin = 0;
-  double from = std::numeric_limits<double>::infinity(), to = from;  // of the last age: the next is mostly in the same bin
+  double from = std::numeric_limits<double>::infinity(), to = from;  // bin of the last age: the next is mostly in it, too
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = positions == nullptr ? i : positions[i];
     const double time = stamps.times[at], age = std::fabs(freshness.now - time);

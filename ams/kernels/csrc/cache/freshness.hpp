@@ -30,8 +30,8 @@ struct AgeCounts {
 
 struct FreshnessCheck {
   int64_t hits = 0;
-  int64_t absent = 0;  // of the misses: time is -inf
-  int64_t lagging = 0;  // young enough, but too many versions away
+  int64_t absent = 0;  // misses without an entry: time is -inf
+  int64_t lagging = 0;  // misses that are young enough, but too many versions away
 };
 
 // Checks entry positions[i] of `stamps` (`count` of them; null: entry i); writes its stamps and whether it is a hit.

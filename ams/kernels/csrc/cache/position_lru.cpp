@@ -6,7 +6,7 @@
 namespace geartrain {
 namespace {
 
-constexpr int64_t kBlock = 32;  // ids whose entries are fetched ahead
+constexpr int64_t kBlock = 32;  // ids whose entries are prefetched
 
 }  // namespace
 
@@ -99,7 +99,7 @@ void PositionLru::grow(int64_t capacity) {
     table_[seek(ids_[static_cast<size_t>(position)])] = {ids_[static_cast<size_t>(position)], position};
 }
 
-// Frees the position of this entry and closes the gap: whatever a probe would no longer reach moves back into it.
+// Frees the position of this entry and closes the gap: entries that a probe would no longer reach move into it.
 void PositionLru::erase(size_t at) {
   const int32_t position = static_cast<int32_t>(table_[at].position);
   unlink(position);

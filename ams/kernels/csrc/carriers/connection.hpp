@@ -25,7 +25,7 @@ struct Lost : std::runtime_error {
 // The connection has no room for this call until others have ended. Nothing was sent.
 struct Full : std::runtime_error {
   explicit Full(const char* what, bool shard_is_silent = false) : std::runtime_error(what), is_silent(shard_is_silent) {}
-  bool is_silent;  // whether the shard was asked for room, and has not answered
+  bool is_silent;  // whether the shard was asked for room, and has not answered yet
 };
 
 // The connection does not carry calls of this size; another one may. Nothing was sent.

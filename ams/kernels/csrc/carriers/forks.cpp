@@ -56,7 +56,7 @@ OwnedFd& OwnedFd::operator=(OwnedFd&& other) noexcept {
 
 void OwnedFd::close() {
   const int fd = std::exchange(fd_, -1);
-  if (fd < 0 || generation_ != fork_generation()) return;  // in a child, the number may be another's by now
+  if (fd < 0 || generation_ != fork_generation()) return;  // in a child, the number may be another descriptor's
   OpenFds& all = open_fds();
   const std::lock_guard lock(all.mutex);
   all.fds.erase(fd);
@@ -80,7 +80,7 @@ SharedMapping& SharedMapping::operator=(SharedMapping&& other) noexcept {
 
 void SharedMapping::unmap() {
   char* data = std::exchange(data_, nullptr);
-  if (data != nullptr && generation_ == fork_generation()) munmap(data, bytes_);  // a child never had it
+  if (data != nullptr && generation_ == fork_generation()) munmap(data, bytes_);  // a child does not have the mapping
 }
 
 }  // namespace geartrain

@@ -10,7 +10,7 @@
 namespace geartrain {
 namespace {
 
-// For those whose outcome cannot be told: they ask again, under the same number, and a write is answered as it was.
+// Answer if the outcome is unknown: the caller retries under the same number, and a write gets its recorded answer.
 const Fault& unknown_outcome() {
   static const Fault fault("ShardUnavailable", "the shard is out of memory and cannot tell whether this call was done; ask again");
   return fault;
@@ -26,7 +26,7 @@ const Fault& pending() {
 ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
                        HasLeft has_left)
     : handler_(std::move(handler)), header_(header), carrier_(place->carrier()), place_(std::move(place)), has_left_(std::move(has_left)) {
-  unknown_outcome();  // made while there is memory for it
+  unknown_outcome();  // constructed now, while there is memory for it
   pending();
 }
 
@@ -68,7 +68,7 @@ void ServedCall::prepare() {
   layout_ = lay_out_reply(rows);
   room_ = place_->room(layout_.end, most_reply_bytes(layout_));
   is_due_.assign(count, true);
-  num_due_ = count + 1;  // and one for this thread, so that no outcome answers before all are begun
+  num_due_ = count + 1;  // one more for this thread, so that no outcome answers before all operations are started
 }
 
 bool ServedCall::perform(const ServingTurn& serving) noexcept {
@@ -86,7 +86,7 @@ bool ServedCall::perform(const ServingTurn& serving) noexcept {
     } catch (const Fault& fault) {
       try {
         settle(i, fault);
-      } catch (const std::bad_alloc&) {  // for a copy of it
+      } catch (const std::bad_alloc&) {  // no memory for a copy
         lose(i);
       }
     } catch (...) {
@@ -100,7 +100,7 @@ bool ServedCall::perform(const ServingTurn& serving) noexcept {
   return !is_answered;
 }
 
-// The pull that an operation is, with the place of its rows; null: it is none.
+// Returns the pull of an operation, with the destination of its rows; null: it is no pull.
 PullRequest* ServedCall::pull_of(size_t index) {
   auto* pull = std::get_if<PullRequest>(&request_.operations[index].request);
   if (pull == nullptr) return nullptr;
@@ -109,7 +109,7 @@ PullRequest* ServedCall::pull_of(size_t index) {
   return pull;
 }
 
-// Whether an operation is a push, and the next one a pull of its rows and nothing else.
+// Whether an operation is a push, and the next one a pull of the pushed rows and nothing else.
 bool ServedCall::pulls_what_was_pushed(size_t index) {
   if (index + 1 == request_.operations.size()) return false;
   const Operation &first = request_.operations[index], &second = request_.operations[index + 1];
@@ -164,7 +164,7 @@ void ServedCall::lose(size_t index) noexcept {
   if (settled()) count(Clock::now() - began_);
 }
 
-// One is due less. Answers if none is, and returns whether it did.
+// Counts down the due outcomes. Answers if none is left, and returns whether it did.
 bool ServedCall::settled() noexcept {
   {
     const std::lock_guard lock(mutex_);
@@ -203,15 +203,15 @@ void ServedCall::refuse(const Fault& fault) noexcept {
     if (room_.size() < kLeastRefusalBytes) room_ = place_->room(kLeastRefusalBytes, kMostRefusalBytes);
     reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, 1, fault);
     place_->answer(reply_bytes_);
-  } catch (...) {  // no room for a sentence
+  } catch (...) {  // no memory for a message
   }
   place_.reset();
   note_fault(fault);
   count(Clock::now() - began_);
 }
 
-// By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose
-// holder may wait for the mutex.
+// Called by the thread that has set is_answered_, without the mutex: it may wait for the interpreter lock (armed
+// failpoints), whose holder may wait for the mutex.
 void ServedCall::write_answer() noexcept {
   const auto refuse_all = [this](const Fault& fault) {
     reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault);
@@ -235,7 +235,7 @@ void ServedCall::write_answer() noexcept {
   place_.reset();
 }
 
-// Once, by whoever answered.
+// Called once, by the thread that answered.
 void ServedCall::count(Clock::duration took) noexcept {
   if (CallCounters* counters = handler_->counters())
     counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_, ended_with_ ? &*ended_with_ : nullptr);
@@ -244,7 +244,7 @@ void ServedCall::count(Clock::duration took) noexcept {
 void ServedCall::note_fault(const Fault& fault) noexcept {
   try {
     ended_with_ = fault.name;
-  } catch (...) {  // no memory for its name
+  } catch (...) {  // no memory for the fault's name
   }
 }
 

@@ -11,11 +11,11 @@ namespace {
 
 bool is_asked(Shards shards, int64_t shard) { return shards.empty() || std::ranges::find(shards, shard) != shards.end(); }
 
-// Which job takes one more operation for a shard.
+// Chooses the job that gets one more operation for a shard.
 class JobOfShard {
  public:
   JobOfShard(std::vector<Job>& jobs, int64_t num_shards) : jobs_(jobs), places_(static_cast<size_t>(num_shards), -1) {}
-  // With room for so many operations more.
+  // Returns it, with room for `count` more operations.
   size_t operator()(int64_t shard, size_t count = 1) {
     int64_t& job = places_[static_cast<size_t>(shard)];
     if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() + count > kMostOperations) {

@@ -19,7 +19,7 @@ struct UndonePart {
 };
 using Undone = std::vector<UndonePart>;
 
-// Shards of a call; empty: all that it concerns.
+// Shards of a call; empty: all that its ids belong to.
 using Shards = std::span<const int64_t>;
 
 // A pull. Repeated ids are sent once.
@@ -29,7 +29,7 @@ class PullCall {
   // twice, which is not checked.
   PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
            const View& view, Shards shards = {}, bool are_distinct = false);
-  PullCall(const PullCall&) = delete;  // the jobs refer to what it holds
+  PullCall(const PullCall&) = delete;  // jobs refer to its members
   PullCall& operator=(const PullCall&) = delete;
 
   std::vector<Job>& jobs() { return jobs_; }
@@ -45,9 +45,9 @@ class PullCall {
   const PullRequest request_;
   const int64_t num_shards_;
   std::vector<int64_t> distinct_, inverse_;
-  std::vector<int64_t> firsts_;  // of each distinct id its first place; empty: all are distinct
+  std::vector<int64_t> firsts_;  // first place of each distinct id; empty: all ids are distinct
   std::vector<int64_t> positions_;
-  std::vector<bool> left_alone_;  // distinct ids of shards that are not asked; empty: there are none
+  std::vector<bool> left_alone_;  // distinct ids of shards without a request; empty: none
   std::optional<CutIds> cut_;
   std::vector<Job> jobs_;
 };
@@ -77,13 +77,13 @@ class PullCalls {
  private:
   std::list<PullCall> calls_;
   std::vector<Job> jobs_;
-  std::vector<std::pair<size_t, size_t>> places_;  // of each job of each call: its job, and its operation there
+  std::vector<std::pair<size_t, size_t>> places_;  // for each job of each call: joint job, and operation there
 };
 
 struct Write {
   const PreparedWrite* prepared;
   CallContext context;
-  std::vector<int64_t> shards;  // that it is for; none: all
+  std::vector<int64_t> shards;  // shards to write to; empty: all
   // If not null: destination of the rows [count, dim] of this push after it, shard by shard; without positions.
   const PullRequest* after = nullptr;
 };
@@ -107,8 +107,8 @@ class WriteCall {
   void add_pull(Job& job, const ShardPart& part, const Write& write) const;
 
   std::vector<Job> jobs_;
-  std::vector<std::vector<Place>> pulls_;  // of parts with rows, if they are wanted
-  std::vector<std::vector<Place>> places_;  // of each part
+  std::vector<std::vector<Place>> pulls_;  // pulls of each part's rows, if they are wanted
+  std::vector<std::vector<Place>> places_;  // of each write's parts
 };
 
 }  // namespace geartrain

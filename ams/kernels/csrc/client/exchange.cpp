@@ -16,12 +16,12 @@ namespace geartrain {
 namespace {
 
 constexpr std::chrono::milliseconds kLookInterval{100}, kFirstPause{1}, kLongestPause{20};
-// Below this, shards of this process are faster one after the other than on threads of their own.
+// Below this, shards of this process are faster one after another than on threads of their own.
 constexpr size_t kBesideBytes = size_t{1} << 20;
 
 }  // namespace
 
-// Where an engine puts the outcome of a write, at once or later.
+// Receives the outcome of a write from an engine, at once or later.
 class Settled {
  public:
   bool is_done() {
@@ -33,7 +33,7 @@ class Settled {
     outcome_ = outcome;
     changed_.notify_all();
   }
-  // None: `look` gave up.
+  // Returns the outcome; none: `look` gave up.
   template <class Look>
   std::optional<Outcome> wait(const Look& look) {
     std::unique_lock lock(mutex_);
@@ -57,7 +57,7 @@ size_t bytes_of(const Operation& operation) {
   return std::visit([](const auto& one) { return static_cast<size_t>(one.count * one.dim) * item_bytes(one.dtype); }, operation.request);
 }
 
-// Writes the rows of a reply, and which exist, to where the pull wants them.
+// Writes the rows of a reply, and whether they exist, to the pull's memory.
 void place(const PullRequest& pull, const ParsedReply& reply) {
   const size_t dim = static_cast<size_t>(pull.dim), row_bytes = dim * item_bytes(pull.dtype);
   if (pull.wire_dtype() == pull.dtype)
@@ -68,7 +68,7 @@ void place(const PullRequest& pull, const ParsedReply& reply) {
   for (int64_t i = 0; i < pull.count; ++i) pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
 }
 
-// Once the reply is there.
+// Reads a reply that has arrived.
 void take(Job& job) {
   const std::vector<ParsedReply> replies = job.call->replies();
   for (size_t i = 0; i < replies.size(); ++i) {
@@ -77,13 +77,13 @@ void take(Job& job) {
       job.outcomes[i] = std::get<Fault>(replies[i].outcome);
       continue;
     }
-    if (job.follows_a_write(i) && !std::holds_alternative<Done>(job.outcomes[i - 1])) continue;  // not what is wanted
+    if (job.follows_a_write(i) && !std::holds_alternative<Done>(job.outcomes[i - 1])) continue;  // rows of no write
     if (const auto* pull = std::get_if<PullRequest>(&job.operations[i].request)) place(*pull, replies[i]);
     job.outcomes[i] = *done;
   }
 }
 
-// What a call comes to that had no room in time. A shard that is silent is not one that this process keeps busy.
+// Returns the outcome of a call that got no room in time: depends on whether the shard or this process is the cause.
 PartOutcome outcome_of(const Full& full) {
   if (full.is_silent) return Late{};
   return Fault("Busy", "calls of this process take all the room there is to the shard; ask again", 0.1);
@@ -91,7 +91,7 @@ PartOutcome outcome_of(const Full& full) {
 
 using WrittenRows = std::pair<const PreparedWrite*, const ShardPart*>;
 
-// The rows of a part, one after the other, if need be in `copy`; null: they stay where they are.
+// Returns the rows of a part, contiguous, if need be in `copy`; null: they stay where they are.
 const char* rows_in_order(const Operation& operation, const WrittenRows& source, std::unique_ptr<char[]>& copy) {
   const auto& [prepared, part] = source;
   const auto* push = std::get_if<PushRequest>(&operation.request);
@@ -103,7 +103,7 @@ const char* rows_in_order(const Operation& operation, const WrittenRows& source,
   return copy.get();
 }
 
-// Begins a write, whose arrays are free when this returns; it may wait for other ranks.
+// Starts a write, whose arrays are free when this returns; it may wait for other ranks.
 std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation, const WrittenRows& source, const Caller& caller,
                                RowsAfter* after) {
   const auto& [prepared, part] = source;
@@ -171,7 +171,7 @@ bool Exchange::receive_until(SteadyTime until) {
   for (Job& job : jobs_) {
     try {
       if (job.call && !receive(job, until, false)) return false;
-    } catch (const std::exception&) {  // no memory: it is made again, later
+    } catch (const std::exception&) {  // no memory: the connection is made again later
       job.end(NotConnected{});
       job.call.reset();
     }
@@ -186,7 +186,7 @@ std::vector<int64_t> Exchange::waiting() const {
   return shards;
 }
 
-// Waits for others to end, and first for the replies to the jobs before it, which hold some of the room.
+// Waits for other calls to end; first for replies to earlier jobs, which hold some of the room.
 void Exchange::write_once_there_is_room(Job& job) {
   auto next_look = std::chrono::steady_clock::now() + kLookInterval;
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
@@ -205,7 +205,7 @@ void Exchange::write_once_there_is_room(Job& job) {
   }
 }
 
-// The frame of a job, as its call. Throws Full.
+// Writes the frame of a job into its call. Throws Full.
 void Exchange::write(Job& job, bool may_wait) const {
   try {
     job.call.emplace(*job.endpoint->connection, job.operations, attempt_.seconds, may_wait);
@@ -224,7 +224,7 @@ void Exchange::write(Job& job, bool may_wait) const {
   }
 }
 
-// What was written, if it was.
+// Sends the frame, if it was written.
 void Exchange::send(Job& job) const {
   if (!job.call) return;
   try {
@@ -237,7 +237,7 @@ void Exchange::send(Job& job) const {
   }
 }
 
-// False: not until then, and there is time left.
+// Returns false if the reply did not come by `until`, and there is time left.
 bool Exchange::receive(Job& job, SteadyTime until, bool may_spin) {
   try {
     if (!job.call->wait(std::min(until, attempt_.deadline), [this] { return look(); }, may_spin)) {
@@ -289,7 +289,7 @@ void Exchange::perform_here() {
   if (error) std::rethrow_exception(error);
 }
 
-// Whether all of several operations are small ones of a kind.
+// Whether there are several operations, all small and of one kind.
 template <class Request>
 bool are_all(const Job& job) {
   return job.operations.size() > 1 && std::ranges::all_of(job.operations, [](const Operation& operation) {
@@ -297,7 +297,7 @@ bool are_all(const Job& job) {
          });
 }
 
-// Pulls from several tables in one turn, beside each other; false: these are others.
+// Pulls from several tables in parallel, in one turn; false: the operations are others.
 bool Exchange::pull_beside(Job& job, int64_t threads, const Caller& caller) {
   if (threads == 1 || !are_all<PullRequest>(job)) return false;
   std::vector<Outcome> outcomes(job.operations.size());
@@ -316,7 +316,7 @@ bool Exchange::pull_beside(Job& job, int64_t threads, const Caller& caller) {
   return true;
 }
 
-// The same for pushes to as many tables.
+// Pushes to several tables in the same way.
 bool Exchange::push_beside(Job& job, int64_t threads, const Caller& caller) {
   if (threads == 1 || !are_all<PushRequest>(job)) return false;
   const size_t count = job.operations.size();
@@ -358,14 +358,14 @@ void Exchange::perform(Job& job, int64_t threads, const Caller& caller) {
   }
 }
 
-// With the pull that follows, if one does.
+// Performs a write at an engine of this process, with the pull that follows, if one does.
 void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
   Engine& engine = *job.endpoint->engine;
   if (!job.follows_a_write(at + 1)) return job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, nullptr));
   const Operation& next = job.operations[at + 1];
   const auto& pull = std::get<PullRequest>(next.request);
   RowsAfter after{.rows = pull.places(), .dtype = pull.dtype};
-  // Rows that are to be rounded are pulled by themselves.
+  // Rows to be rounded are pulled separately.
   job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, pull.wire ? nullptr : &after));
   job.settled.push_back(nullptr);
   if (after.writes == 0 && !job.settled[at]->is_done()) return;
@@ -377,7 +377,7 @@ void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
   }
 }
 
-// Once all shards have begun: ranks wait for each other at each of them.
+// Called once all shards have started: ranks wait for each other at each of them.
 void Exchange::await_writes(Job& job) const {
   for (size_t i = 0; i < job.settled.size(); ++i) {
     if (!job.settled[i]) continue;

@@ -26,8 +26,8 @@ using PartOutcome = std::variant<NotConnected, Late, Fault, Done>;
 
 // Time limit of an attempt, and the caller's check meanwhile.
 struct Attempt {
-  double seconds = 0;    // that each shard behind a connection has for its reply
-  SteadyTime deadline;   // when they are over
+  double seconds = 0;    // each shard's time limit for its reply
+  SteadyTime deadline;   // end of that time
   // Called about every 100 ms with the shards that have not replied; true gives up (Late). Its exceptions are passed
   // on, and the caller's arrays are then free.
   std::function<bool(std::span<const int64_t>)> look;
@@ -35,7 +35,7 @@ struct Attempt {
 
 // Access to a shard: an engine of this process, a connection, or none.
 struct Endpoint {
-  int64_t incarnation = 0;  // which of all that ever held the shard's number is meant
+  int64_t incarnation = 0;  // expected incarnation of the shard
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Connection> connection;
 };
@@ -47,7 +47,7 @@ struct View {
   bool has_connections = false;
 };
 
-// Receiver of a write's outcome from an engine.
+// Receives a write's outcome from an engine.
 class Settled;
 
 // Requests to one shard in one call.
@@ -55,14 +55,14 @@ struct Job {
   int64_t shard = 0;
   const Endpoint* endpoint = nullptr;
   std::vector<Operation> operations;
-  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes; nulls of a pull of what the write before it wrote
+  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes; nulls for a pull of the rows written before it
   std::vector<PartOutcome> outcomes;
-  std::optional<FrameCall> call;                   // of a shard behind a connection
-  std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine; null of a pull after one
+  std::optional<FrameCall> call;                   // if the shard is behind a connection
+  std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine; null for a pull after one
 
   void end(const PartOutcome& outcome) { outcomes.assign(operations.size(), outcome); }
   bool is_here() const { return endpoint->engine != nullptr; }
-  // Whether operation i is a pull of what the write before it wrote.
+  // Whether operation i is a pull of the rows that the write before it wrote.
   bool follows_a_write(size_t i) const { return i < rows.size() && rows[i].first == nullptr; }
 };
 
@@ -76,7 +76,7 @@ class Exchange {
   // Sends the calls of shards behind connections; the others are NotConnected. False: a connection has no room, and
   // nothing was sent; only unless `may_wait`.
   bool send(bool may_wait);
-  // Waits, asleep, until those have replied or their time is over; returns whether so.
+  // Waits, asleep, until these jobs have replied or `until` is over; returns whether they have.
   bool receive_until(SteadyTime until);
   // The shards that have not replied.
   std::vector<int64_t> waiting() const;

@@ -30,9 +30,9 @@ CutIds::CutIds(const int64_t* ids, int64_t count, const Placement& placement, bo
 
 namespace {
 
-constexpr size_t kStreamedBytes = size_t{24} << 20;  // beyond the caches, as for memcpy and RowStore
+constexpr size_t kStreamedBytes = size_t{24} << 20;  // more than the caches hold, as for memcpy and RowStore
 
-// Row by row: copy(i, how). `other`: where they come from or go to, the side that lies anywhere.
+// Copies row by row: copy(i, how). `other`: source or destination, the side that may be scattered.
 template <class Other, class Copy>
 void copy_each(const Other& other, int64_t count, size_t row_bytes, const Copy& copy) {
   if (row_bytes >= kLongRowBytes && static_cast<size_t>(count) * row_bytes >= kStreamedBytes) {
@@ -83,7 +83,7 @@ PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement
   settings_.batch.occurrences = nullptr;
   if (check == RowCheck::finite) require_finite(ids, count);
   if (!settings_.is_assign && !settings_.are_distinct) merge(ids, count);
-  if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // a sum may be infinite where its terms are not
+  if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // sums of finite numbers may be infinite
   if (check != RowCheck::none && !settings_.is_assign) require_finite_product(count);
   if (!settings_.is_assign && table.wire != table.dtype) round(ids, count, table.wire);
   num_rows_ = count;
@@ -91,7 +91,7 @@ PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement
   cut_occurrences();
 }
 
-// As the ids are cut.
+// Orders occurrences by shard, as the ids.
 void PreparedWrite::cut_occurrences() {
   if (std::ranges::all_of(occurrences_, [](uint32_t count) { return count == 1; })) return occurrences_.clear();
   if (parts().empty() || parts().front().places == nullptr) return;
@@ -139,7 +139,7 @@ void PreparedWrite::merge(const int64_t*& ids, int64_t& count) {
   dtype_ = DType::float32;
 }
 
-// Calls visit(rows, count) for rows that lie one after the other.
+// Calls visit(rows, count) for contiguous rows.
 template <class Visit>
 void PreparedWrite::each_block(int64_t count, const Visit& visit) const {
   const int64_t together = rows_.is_one_block() ? count : 1;
@@ -169,7 +169,7 @@ void PreparedWrite::require_finite_product(int64_t count) const {
                                  " is infinite; nothing was sent");
 }
 
-// A retry sends the same bytes: they are made once.
+// Rounded once, as a retry sends the same bytes.
 void PreparedWrite::round(const int64_t* ids, int64_t count, DType wire) {
   if (dtype_ == wire) return;
   const Kernels& k = kernels();
@@ -203,7 +203,7 @@ uint32_t PreparedWrite::largest_bits(int64_t count) const {
   return bits;
 }
 
-// Nothing that is finite becomes infinite on the way.
+// Throws if rounding makes a finite value infinite.
 void PreparedWrite::require_within(const int64_t* ids, int64_t count, DType wire) const {
   const Kernels& k = kernels();
   const auto fits = [&](uint32_t bits) {

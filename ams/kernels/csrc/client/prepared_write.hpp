@@ -22,9 +22,9 @@ struct TableFacts {
   int64_t dim = 0;
   DType dtype = DType::float32;
   bool is_dense = true;  // its buckets are those of dense ids
-  // Type of pulled rows and pushed gradients in frames: for a table of float32 the client may choose a narrower one.
+  // Type of pulled rows and pushed gradients in frames; narrower than the table's only for float32.
   DType wire = DType::float32;
-  bool counts_occurrences = false;  // it asks pushes how often each id was in their batch
+  bool counts_occurrences = false;  // whether pushes carry the occurrences of each id in their batch
 };
 
 // Shard of each bucket: [kNumBuckets], each below num_shards.
@@ -37,7 +37,7 @@ struct Placement {
 struct ShardPart {
   int64_t shard = 0;
   const int64_t* ids = nullptr;     // [count]
-  const int64_t* places = nullptr;  // [count] of them among all; null: 0 ... count - 1
+  const int64_t* places = nullptr;  // [count] places of these ids in the call; null: 0 ... count - 1
   int64_t count = 0;
 };
 
@@ -76,9 +76,9 @@ struct WriteSettings {
   std::optional<SyncGroup> group;
   bool step_goes_on = false;
   bool every_shard = false;
-  bool are_distinct = false;  // no id occurs twice, which need not be looked at
-  BatchFacts batch;           // its occurrences are read when the write is made, and not later; without pulled_at
-  std::vector<int64_t> pulled_at;  // of each shard; -1: its rows were not pulled. None: nobody says
+  bool are_distinct = false;  // the caller guarantees that no id occurs twice
+  BatchFacts batch;           // its occurrences are read when the write is made, not later; without pulled_at
+  std::vector<int64_t> pulled_at;  // for each shard; -1: its rows were not pulled. Empty: unknown
 };
 
 // Check of the rows of a write before sending.
@@ -132,14 +132,14 @@ class PreparedWrite {
   DType dtype_;
   RowPlaces<const char> rows_;
   WriteSettings settings_;
-  int64_t num_rows_ = 0;  // merged
+  int64_t num_rows_ = 0;  // merged rows
   std::unique_ptr<char[]> kept_;
   std::vector<int64_t> merged_ids_;
   std::vector<float> sums_;
   std::unique_ptr<uint16_t[]> rounded_;
   std::optional<CutIds> cut_;
   bool counts_occurrences_;
-  std::vector<uint32_t> occurrences_;  // part by part; none: each id was there once, or nobody asks
+  std::vector<uint32_t> occurrences_;  // part by part; empty: 1 each, or not wanted
 };
 
 }  // namespace geartrain

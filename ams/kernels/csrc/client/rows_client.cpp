@@ -6,10 +6,10 @@
 namespace geartrain {
 namespace {
 
-// Of calls that were sent and nobody waits for. Connections have room for as many, and as much again for those who
-// wait.
+// Limits of calls that were sent and not awaited yet. Connections have room for as many, and as much again for callers
+// that wait.
 constexpr size_t kMostSent = 8, kMostSentBytes = size_t{64} << 20;
-// How long the first of them is waited for before the others are looked at.
+// Time of the wait for the first call before the others are checked.
 constexpr std::chrono::milliseconds kFirstSlice{1}, kLongestSlice{20};
 
 }  // namespace
@@ -27,7 +27,7 @@ std::shared_ptr<const View> RowsClient::view() const {
 
 template <class Change>
 void RowsClient::change(const Change& change) {
-  std::shared_ptr<const View> before;  // its endpoints may end with it, which is not to be under the lock
+  std::shared_ptr<const View> before;  // destroyed after the lock is released: its endpoints may end with it
   const std::lock_guard lock(mutex_);
   auto view = std::make_shared<View>(*view_);
   change(*view);
@@ -74,7 +74,7 @@ std::vector<PartOutcome> RowsClient::write_and_pull(const Write& write, const At
   return std::move(call.outcomes().front());
 }
 
-// A call that was sent.
+// Call that was sent.
 struct RowsClient::Sent {
   std::shared_ptr<const View> view;
   Attempt attempt;
@@ -90,7 +90,7 @@ struct RowsClient::Sent {
   bool send(std::vector<Job>& jobs, bool may_wait) {
     exchange.emplace(jobs, *view, attempt);
     if (!exchange->send(may_wait)) return false;
-    attempt.look = nullptr;  // from now on somebody else waits
+    attempt.look = nullptr;  // the caller no longer waits
     return true;
   }
   Reply reply() {
@@ -156,14 +156,14 @@ void RowsClient::forget(size_t bytes) {
 std::optional<RowsClient::Reply> RowsClient::next_reply(SteadyTime until) {
   auto slice = kFirstSlice;
   for (;;) {
-    std::vector<Sent*> sent;  // nobody else takes any away
+    std::vector<Sent*> sent;  // only this thread removes any
     {
       std::unique_lock lock(sent_mutex_);
       news_.wait_until(lock, until, [this] { return !sent_.empty() || has_news_; });
       if (std::exchange(has_news_, false) || sent_.empty()) return std::nullopt;
       for (const auto& one : sent_) sent.push_back(one.get());
     }
-    // The first is waited for: mostly it is answered first.
+    // Waits for the first call: it is mostly answered first.
     for (Sent* one : sent) {
       const auto now = std::chrono::steady_clock::now();
       if (!one->exchange->receive_until(one == sent.front() ? std::min(until, now + slice) : now)) continue;
@@ -176,7 +176,7 @@ std::optional<RowsClient::Reply> RowsClient::next_reply(SteadyTime until) {
       }
       Reply reply = done->reply();
       const size_t bytes = done->bytes;
-      done.reset();  // what it held of its connections is free for the next
+      done.reset();  // frees its room in the connections for the next call
       forget(bytes);
       return reply;
     }

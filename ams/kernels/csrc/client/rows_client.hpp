@@ -37,7 +37,7 @@ class RowsClient {
   // The same for several tables with distinct ids, one frame a shard for all. Returns each one's outcome.
   std::vector<Pulled> pull(std::span<const TablePull> pulls, const Attempt& attempt);
 
-  // One frame a shard for all of them; returns the outcomes of each, in the order of its parts that are sent.
+  // Sends all writes in one frame a shard; returns the outcomes of each, in the order of its parts that are sent.
   WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
   // One write with its rows after it; `writes`: see WriteCall::writes_after.
   std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
@@ -76,7 +76,7 @@ class RowsClient {
   mutable std::mutex sent_mutex_;  // guards what follows
   std::condition_variable news_;
   bool has_news_ = false;
-  size_t num_sent_ = 0, sent_bytes_ = 0;  // of those that are being sent, too
+  size_t num_sent_ = 0, sent_bytes_ = 0;  // includes calls that are being sent
   std::list<std::unique_ptr<Sent>> sent_;
 };
 

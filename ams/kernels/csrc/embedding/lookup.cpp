@@ -16,10 +16,10 @@ namespace geartrain {
 namespace {
 
 constexpr int32_t kPadding = -1;
-constexpr int64_t kIdsOfAHand = 1 << 15;  // below this a second thread costs more than it takes over
+constexpr int64_t kIdsOfAHand = 1 << 15;  // for fewer ids a second thread costs more than it saves
 constexpr int64_t kRowsAhead = 16;
 
-// Rows of a table as float32, read in place where they are.
+// Reads rows of a table as float32, in place if possible.
 class RowReader {
  public:
   explicit RowReader(const Lookup::Rows& rows)
@@ -44,7 +44,7 @@ class RowReader {
   std::vector<float> buffer_;
 };
 
-// What the values of a bag are multiplied by: each by its weight, the sum by `all`.
+// Factors of a bag: each value's weight, and `all` for the sum.
 struct BagFactors {
   const float* weights;  // null: 1
   float all;
@@ -71,7 +71,7 @@ void copy_scaled(float* out, const float* values, int64_t dim, float factor) {
   for (int64_t d = 0; d < dim; ++d) out[d] = values[d] * factor;
 }
 
-// deal_out() for work that may run out of memory: throws what the first piece that failed threw.
+// Like deal_out(), for work that may run out of memory: rethrows the first failed piece's exception.
 template <class Work>
 void deal_out_throwing(int64_t count, int64_t threads, const Work& work) {
   std::vector<std::exception_ptr> failures(static_cast<size_t>(count));
@@ -93,7 +93,7 @@ Lookup::Lookup(std::vector<Feature> features, std::span<const int64_t> last_ids,
   int64_t count = 0;
   for (size_t i = 0; i < features_.size(); ++i) {
     Feature& feature = features_[i];
-    // Of one id in each bag the row is the vector, however it is pooled.
+    // With one id in each bag, the vector is the row, for any pooling.
     if (feature.offsets == nullptr && feature.width == 1 && feature.weights == nullptr) feature.pooling = Pooling::none;
     first_place_.push_back(count);
     count += features_[i].count;
@@ -224,7 +224,7 @@ double Lookup::sum_gradients(std::span<const Gradients> vectors, std::span<const
     const DefaultFloatMode float_mode;
     const Table& table = tables_[at];
     const int64_t dim = dims[at];
-    int64_t seen = 0;  // ids appear in order of their place, so a new one is exactly the next
+    int64_t seen = 0;  // places are assigned in order of first appearance, so a new one is exactly the next
     for (const int64_t feature : table.features)
       add_gradients(static_cast<size_t>(feature), vectors[static_cast<size_t>(feature)], dim, rows[at], seen);
     const float* values = rows[at];

@@ -26,7 +26,7 @@ struct Feature {
   int64_t width = 1;
   const float* weights = nullptr;  // [count]; null: all 1
   Pooling pooling = Pooling::sum;
-  std::optional<int64_t> padding;  // such ids are passed over
+  std::optional<int64_t> padding;  // this id is skipped
 
   int64_t begin_of(int64_t bag) const { return offsets == nullptr ? bag * width : offsets[bag]; }
   int64_t num_vectors() const { return pooling == Pooling::none ? count : bags; }
@@ -95,7 +95,7 @@ class Lookup {
   std::vector<Table> tables_;
   std::vector<int64_t> first_place_;
   std::unique_ptr<int32_t[]> places_;
-  std::vector<std::unique_ptr<int32_t[]>> maxima_;  // of each feature of pooling max, [bags, dim]: whose value it is; -1: of none
+  std::vector<std::unique_ptr<int32_t[]>> maxima_;  // for features of pooling max, [bags, dim]: place of the maximum; -1: none
   const int64_t threads_;
 };
 

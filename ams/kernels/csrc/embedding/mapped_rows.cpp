@@ -9,7 +9,7 @@
 namespace geartrain {
 namespace {
 
-// So many are looked for beside one another: each step asks for the memory of the next, that of all of them together.
+// Number of ids looked up in parallel: each step prefetches the memory of the next one, for all of them.
 constexpr int64_t kTogether = 32;
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace geartrain {
 
 struct MappedRows {
-  const int64_t* starts;  // [2^bits + 1]: where the ids of each range of hashes begin among `ids`, and their number
+  const int64_t* starts;  // [2^bits + 1]: start of each range of hashes in `ids`, and the number of ids
   const int64_t* ids;     // [count], those of a range in any order
   const char* rows;       // [count, row_bytes]
   int64_t count;

@@ -15,13 +15,13 @@
 namespace geartrain {
 namespace {
 
-constexpr double kAtOnce = 0;  // on the clock of any alarm
+constexpr double kAtOnce = 0;  // a deadline that has passed on any alarm's clock
 
 size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
   return static_cast<size_t>(count) * static_cast<size_t>(dim) * item_bytes(dtype);
 }
 
-// Who comes between the blocks of a large request.
+// Serves other callers between the blocks of a large request.
 class BlockPauses final : public Pauses {
  public:
   // `turn`: this thread has it; null: it does not.
@@ -48,7 +48,7 @@ class BlockPauses final : public Pauses {
   Clock::duration paused_{0};
 };
 
-// A push whose equal ids are merged: the sums of their gradients, in the caller's order.
+// Push with equal ids merged: sums of their gradients, in the caller's order.
 struct MergedPush {
   PushRequest push;
   std::vector<int64_t> ids;
@@ -92,8 +92,8 @@ void merge_equal_ids(MergedPush& merged, OtherCallers* others) {
 
 }  // namespace
 
-// The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's
-// look throws.
+// Holds the turn from when it is acquired to the end of this object. Throws Fault("ShardUnavailable"), and what the
+// caller's look throws.
 class Engine::Holding {
  public:
   Holding(Engine& engine, const Caller& caller, Turn::Use use = Turn::Use::anything) {
@@ -126,7 +126,7 @@ Engine::Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std:
       completed_writes_(std::move(completed_writes)),
       groups_(std::move(groups)) {}
 
-// The first one stays: it may be read already.
+// The first reason stays: another thread may be reading it.
 void Engine::fail(std::string reason) {
   if (failure_ != nullptr) return;
   kept_failure_ = std::make_unique<const Fault>("InternalError", std::move(reason));
@@ -140,7 +140,7 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
                 name_ + " was restarted (incarnation " + std::to_string(incarnation_) + ", the call means " +
                     std::to_string(shard_incarnation) +
                     "): rows in its memory are gone; connect again and restore a snapshot, or start the job again");
-  // Who knows a later version has heard of another shard, or of a table that was altered, before this one has.
+  // A caller with a later version knows of another shard, or of an altered table, before this shard does.
   if (const int64_t own = cluster_version_; cluster_version != 0 && cluster_version < own)
     throw Fault("StaleCluster", "the call means cluster version " + std::to_string(cluster_version) + ", " + name_ +
                                     " is at " + std::to_string(own) + "; ask the scheduler again");
@@ -162,12 +162,12 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
   }
 }
 
-// The table of a write that is new, which `applied` or `failed` is to complete; null: it was completed, or joined one
-// in flight.
+// Returns the table of a new write, which `applied` or `failed` must complete; null: the write was completed before, or
+// joined one in flight.
 ServedTable* Engine::admitted(const CallContext& context, const std::string& name, const Completion& completion) {
   try {
     check_fence(context.shard_incarnation, context.cluster_version);
-    // Not even as a repetition: the rows of the write that it repeats are gone.
+    // Refused even as a repetition: the rows of the write that it repeats are gone.
     if (const ServedTable* present = find_or_null(name)) present->require_open(context.table_incarnation);
     if (!completed_writes_->admit(context, completion)) return nullptr;
   } catch (const std::exception&) {
@@ -184,7 +184,7 @@ ServedTable* Engine::admitted(const CallContext& context, const std::string& nam
   }
 }
 
-// Calls write(table), which returns nothing if it has completed the write itself, or others will.
+// Calls write(table), which returns an empty value if the write is completed already, or by others later.
 template <class Write>
 void Engine::write(const CallContext& context, const std::string& name, const Completion& completion, const Caller& caller,
                    const Write& write) {
@@ -207,7 +207,7 @@ void Engine::write(const CallContext& context, const std::string& name, const Co
   if (done) completed_writes_->applied(context, *done, name);
 }
 
-// Calls change(), which changes rows and returns how many came or went.
+// Calls change(), which changes rows and returns how many were created or removed.
 template <class Change>
 int64_t Engine::changed(const Change& change) {
   check_lease();
@@ -216,7 +216,7 @@ int64_t Engine::changed(const Change& change) {
   return rows;
 }
 
-// The one exit of writes: whatever changed rows of a table passes here, once, in the order in which it was applied.
+// Records a write: every change of a table's rows passes here, once, in the order of application.
 Done Engine::leave(ServedTable& table, Kind kind, int64_t rows) {
   ++table.writes;
   if (kind == Kind::push || kind == Kind::assign) table.created += rows;
@@ -285,10 +285,10 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
       return done;
     }
     found.require_factors(push);
-    found.require_width("gradients", push.dim);  // first of all: what its rows would be is what it may ask for
+    found.require_width("gradients", push.dim);  // first: memory for its rows depends on it
     const RankWrite part{.push = push, .hosted = nullptr, .arrays = nullptr};
     const std::optional<Done> done = join(context, found, Kind::push, part, [&](const Parts& parts) {
-      are_hosted(found.name(), parts);  // none is, for this one is not; throws if another is
+      are_hosted(found.name(), parts);  // none of these is hosted; throws if another rank's is
       const JointPush joint = joint_push(parts, found.rows().spec().counts_occurrences);
       BlockPauses between_blocks(&turn_, caller.others);
       const int64_t created = found.push(joint.push, between_blocks.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
@@ -361,13 +361,13 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
   if (is_earlier) alarm_.ring();
 }
 
-// Adds one rank's part; the last one applies those of all, and completes them.
+// Adds one rank's part; the last one applies all parts, and completes them.
 std::optional<Done> Engine::join(const CallContext& context, ServedTable& table, Kind kind, const RankWrite& part,
                                  const std::function<int64_t(const Parts& parts)>& apply) {
   const std::string& name = table.name();
   if (groups_->is_applied(name, part)) return Done{0, true};
   const SyncGroups::Joined joined = groups_->join(context, name, part);
-  // Or its caller, if it still lives, would ask for its reply for ever.
+  // Otherwise its caller, if it is still there, would ask for its reply for ever.
   if (joined.replaced) completed_writes_->failed(joined.replaced->context, joined.replaced->fault);
   if (joined.complete == nullptr) return std::nullopt;
   Done done;

@@ -25,10 +25,10 @@ namespace geartrain {
 
 // Caller that waits for a request.
 struct Caller {
-  const std::atomic<bool>* has_left = nullptr;  // set: nothing is begun for it
+  const std::atomic<bool>* has_left = nullptr;  // if set, nothing is started for it
   Turn::Look look;                              // see Turn::Look
   bool has_turn = false;                        // it has the turn already, and keeps it
-  OtherCallers* others = nullptr;               // other callers of its thread
+  OtherCallers* others = nullptr;               // other callers served by its thread
 };
 
 // Applied write, for observers of the engine.

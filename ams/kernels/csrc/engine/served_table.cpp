@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16"};
 
-// What pushes say of the time must not be later: it would make all rows old at once, and for good.
+// A push's time must not be later than this: it would make all rows old at once, and for good.
 constexpr double kSecondsAhead = 3600;
 
 const char* name_of(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
@@ -98,7 +98,7 @@ void ServedTable::require_meant(int64_t incarnation) const {
 }
 
 void ServedTable::require_open(int64_t meant_incarnation) const {
-  if (!is_open)  // in the words of `being_restored` in ams/values/errors.py
+  if (!is_open)  // same text as `being_restored` in ams/values/errors.py
     throw Fault("TableBeingRestored",
                 "table " + quoted(name_) +
                     " is being restored from a snapshot: nobody reads, writes or opens it before all of its rows are there; try "
@@ -122,7 +122,7 @@ void ServedTable::require_dtype(const char* label, DType dtype) const {
                                    "; it must be " + name_of(rows_->spec().dtype));
 }
 
-// Rows of float32 may be pulled as 16 bits; no others as what they are not.
+// Rows of float32 may be pulled as 16 bits; all others only in their own type.
 void ServedTable::require_wire(const PullRequest& request) const {
   const DType wire = request.wire_dtype();
   if (rows_->spec().dtype == DType::float32 && (request.dtype == DType::float32 || request.dtype == wire)) return;
@@ -158,7 +158,7 @@ void ServedTable::require_factors(const PushRequest& request) const {
     throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must lie in [0, 2^62]");
   if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
     throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + "; it must be finite and >= 0");
-  else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)  // in the words of `checked_time` in Python
+  else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)  // same text as `checked_time` in Python
     throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + ", by the clock of this shard " +
                                        fixed_point((*seconds - clock_seconds(CLOCK_REALTIME)) / 3600, 1) +
                                        " hours ahead, of which 1 is allowed; give seconds as time.time() does, or set the clock of "
@@ -167,7 +167,7 @@ void ServedTable::require_factors(const PushRequest& request) const {
 
 void ServedTable::note_staleness(const BatchFacts& batch) {
   const std::optional<int64_t>& pulled_at = batch.pulled_at;
-  if (!pulled_at || *pulled_at < 0 || *pulled_at > all_writes()) return;  // the rows were taken back to an earlier moment since
+  if (!pulled_at || *pulled_at < 0 || *pulled_at > all_writes()) return;  // a restore has reverted the rows since the pull
   ++staleness_[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(all_writes() - *pulled_at)))];
 }
 

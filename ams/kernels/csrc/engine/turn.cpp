@@ -13,7 +13,7 @@ constexpr std::chrono::milliseconds kLookInterval{100};
 
 bool Turn::try_acquire() {
   const std::lock_guard lock(mutex_);
-  return !std::exchange(is_taken_, true);  // if nobody has it, those in the line are away
+  return !std::exchange(is_taken_, true);  // if it is free, all places in the queue are away
 }
 
 void Turn::release() {
@@ -21,7 +21,7 @@ void Turn::release() {
   pass_on();
 }
 
-// Gives the turn to the first who is there to take it. Called with the mutex.
+// Passes the turn to the first place in the queue that is not away. Called with the mutex.
 void Turn::pass_on() {
   const auto next = std::find_if(line_.begin(), line_.end(), [](const Place* place) { return !place->is_away_; });
   is_taken_ = next != line_.end();
@@ -84,7 +84,7 @@ bool Turn::Place::wait(const Look& look) {
     }
     lock.lock();
     is_away_ = false;
-    if (!turn_.is_taken_) turn_.pass_on();  // it came while this place was away; who is first takes it
+    if (!turn_.is_taken_) turn_.pass_on();  // released while this place was away; the first in the queue takes it
   }
   return true;
 }

@@ -34,9 +34,9 @@ struct FrameHeader {
   uint32_t num_operations = 0;
   uint32_t reserved = 0;
   uint64_t number = 0;      // of the call; chosen by the caller, the same in its reply
-  uint64_t body_bytes = 0;  // after this header
+  uint64_t body_bytes = 0;  // bytes after this header
   int64_t shard_incarnation = 0, cluster_version = 0;
-  double seconds = 0;  // that the caller waits for the reply; 0: it does not say
+  double seconds = 0;  // time limit of the caller's wait for the reply; 0: unknown
   uint64_t check = 0;
 };
 static_assert(sizeof(FrameHeader) == 64);
@@ -77,7 +77,7 @@ struct ParsedRequest {
   // `wants_present` is set.
   std::vector<Operation> operations;
   std::vector<bool> wants_present;
-  std::vector<int64_t> ids;  // copied: what was checked of them must still be so when they are used
+  std::vector<int64_t> ids;  // a copy: ids must not change between their check and their use
   std::vector<uint32_t> occurrences;
 };
 // `data` is a whole frame of `bytes` bytes.
@@ -91,8 +91,8 @@ struct ReplyRows {
 ReplyRows reply_rows(const PullRequest& pull, bool with_present);
 
 struct ReplyLayout {
-  std::vector<size_t> rows;  // where those of each operation begin; its present bytes follow them
-  size_t end = 0;            // of the last of them
+  std::vector<size_t> rows;  // start of each operation's rows, which its present bytes follow
+  size_t end = 0;            // end of the last ones
 };
 // Throws as reply_rows does.
 ReplyLayout lay_out_reply(std::span<const ReplyRows> rows);
@@ -101,7 +101,7 @@ size_t most_reply_bytes(const ReplyLayout& layout);
 
 struct ReplyResult {
   Outcome outcome;
-  ReplyRows rows;  // of a pull that was answered
+  ReplyRows rows;  // of a pull that succeeded
 };
 // Writes everything but rows into `frame`, which has `room` bytes; longer texts are cut. Returns the frame's bytes.
 // Needs room for layout.end.
@@ -113,8 +113,8 @@ size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, co
 
 struct ParsedReply {
   Outcome outcome;
-  const char* rows = nullptr;        // of a pull: in the frame
-  const uint8_t* present = nullptr;  // if asked for
+  const char* rows = nullptr;        // rows of a pull, in the frame
+  const uint8_t* present = nullptr;  // if requested
 };
 // Parses the reply to call `number`, whose operations expect `rows`.
 std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t number, std::span<const ReplyRows> rows);

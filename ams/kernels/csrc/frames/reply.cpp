@@ -1,4 +1,4 @@
-// What is answered: a frame of outcomes and rows, written and read.
+// Reply: a frame of outcomes and rows, written and read.
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -21,9 +21,9 @@ struct OperationReply {
 };
 static_assert(sizeof(OperationReply) == 64);
 constexpr uint8_t kDuplicate = 1, kHasPresent = 2;
-constexpr size_t kRefusalRoom = 1024;  // for the text of one
+constexpr size_t kRefusalRoom = 1024;  // for the text of one refusal
 
-// The first `most` bytes of UTF-8 text, or a few less: no character is cut.
+// Returns the first `most` bytes of UTF-8 text, or a few less: no character is cut.
 std::string_view cut(std::string_view text, size_t most) {
   if (text.size() <= most) return text;
   while (most != 0 && (static_cast<uint8_t>(text[most]) & 0xC0) == 0x80) --most;
@@ -58,7 +58,7 @@ size_t most_reply_bytes(const ReplyLayout& layout) {
 
 namespace {
 
-// Writes operations' replies one after the other, from `end` on what they bring.
+// Writes replies to operations one after another; their rows start at `end`.
 class ReplyWriter {
  public:
   ReplyWriter(char* frame, size_t room, uint64_t number, size_t count, size_t end)
@@ -75,7 +75,7 @@ class ReplyWriter {
   }
 
   void refused(const Fault& fault) {
-    const size_t left = (room_ - end_) / (count_ - written_);  // the refusals behind this one have texts, too
+    const size_t left = (room_ - end_) / (count_ - written_);  // later refusals have texts, too
     const std::string_view name = cut(fault.name, std::min(left, kMostText));
     const std::string_view message = cut(fault.message, left - name.size());
     OperationReply reply;
@@ -91,7 +91,7 @@ class ReplyWriter {
     put(reply);
   }
 
-  // The frame's bytes.
+  // Returns the bytes of the frame.
   size_t finish() {
     FrameHeader whole;
     whole.kind = FrameKind::reply;
@@ -122,7 +122,7 @@ size_t reply_headers(size_t count) { return sizeof(FrameHeader) + count * sizeof
 }  // namespace
 
 size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results) {
-  // Room of pulls that were refused is not part of the reply, unless others' rows lie behind it.
+  // Room of refused pulls is not part of the reply, unless rows of others lie behind it.
   size_t end = reply_headers(results.size());
   for (size_t i = 0; i < results.size(); ++i)
     if (std::holds_alternative<Done>(results[i].outcome))

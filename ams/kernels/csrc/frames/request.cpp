@@ -1,4 +1,4 @@
-// What is asked: a frame of operations, written and read.
+// Request: a frame of operations, written and read.
 #include <cstring>
 #include <string_view>
 
@@ -11,7 +11,7 @@ enum class OperationKind : uint8_t { pull = 1, push = 2, assign = 3 };
 
 constexpr uint16_t kLr = 1, kPresent = 2, kStepGoesOn = 4, kGroup = 8, kRequiredSync = 16, kStep = 32, kUnixSeconds = 64, kPulledAt = 128,
                    kOccurrences = 256;
-constexpr uint16_t kBatch = kStep | kUnixSeconds | kPulledAt;  // with any of these a BatchNumbers follows the scalars
+constexpr uint16_t kBatch = kStep | kUnixSeconds | kPulledAt;  // any of these flags: a BatchNumbers follows the scalars
 
 struct OperationHeader {
   OperationKind kind = OperationKind::pull;
@@ -141,7 +141,7 @@ Arrays arrays_of(const Operation& operation) {
   return {std::get<PullRequest>(operation.request).ids, nullptr, nullptr};
 }
 
-// Cuts names and scalars out of the texts of an operation, which are our own copy.
+// Cuts names and scalars out of an operation's texts, which are copied already.
 class Texts {
  public:
   explicit Texts(std::string_view texts) : left_(texts) {}
@@ -354,7 +354,7 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   }
   require_frame(reader.left() == 0, "bytes follow its last operation");
   request.ids.resize(num_ids);
-  if (has_any_occurrences) request.occurrences.resize(num_occurrences + 1);  // so that those of no id are there, too
+  if (has_any_occurrences) request.occurrences.resize(num_occurrences + 1);  // so that an empty array has an address, too
   int64_t* next = request.ids.data();
   uint32_t* next_occurrences = request.occurrences.data();
   for (uint32_t i = 0; i < count; ++i) {

@@ -8,7 +8,7 @@
 namespace geartrain {
 namespace {
 
-// Elements whose largest magnitude is looked at before any one of them: few of a thousand survive.
+// Elements whose largest magnitude is checked before the single ones: few of a thousand survive.
 constexpr size_t kStride = 32;
 
 GEARTRAIN_INLINE int32_t magnitude_bits(float value) { return std::bit_cast<int32_t>(value) & 0x7FFFFFFF; }

@@ -15,13 +15,13 @@
 namespace geartrain {
 namespace {
 
-// Elements of a block, whose gradient is widened into the first-level cache; and of a piece, which one thread sweeps.
+// Elements of a block, whose gradient is widened in first-level cache; and of a piece, which one thread sweeps.
 constexpr int64_t kBlock = 2048;
 constexpr int64_t kPiece = int64_t{1} << 18;
 // Survivors of a piece beyond twice k before the limit rises: rare, and then cheap for each of them.
 constexpr int64_t kSpareSurvivors = 4096;
 constexpr int32_t kNoLimit = -1, kNothing = INT32_MAX;
-// What an estimate that left fewer survivors than wanted is multiplied by.
+// Factor for the next estimate if one left fewer survivors than wanted.
 constexpr float kLowered = 0.9f;
 // Elements from which the first estimate is made; tensors that are not much larger need none.
 constexpr int64_t kSample = 1024;
@@ -34,7 +34,7 @@ struct Piece {
   int64_t num_survivors = 0;
 };
 
-// Pieces of tensors, the largest tensors first, those of one tensor next to each other.
+// Cuts tensors into pieces, the largest tensors first, those of one tensor next to each other.
 std::vector<Piece> cut(std::span<const SweptTensor> tensors) {
   std::vector<int64_t> order(tensors.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
@@ -59,7 +59,7 @@ int64_t threads_for(std::span<const SweptTensor> tensors, int64_t threads) {
   return std::clamp<int64_t>(static_cast<int64_t>(bytes / kFanOutBytes), 1, std::max<int64_t>(threads, 1));
 }
 
-// A block's gradient as float32, in `room` where it has to be widened.
+// Returns a block's gradient as float32; in `room` if it has to be widened.
 const float* gradient_block(const SweptTensor& tensor, int64_t begin, int64_t count, float* room) {
   const char* at = static_cast<const char*>(tensor.gradient) + static_cast<size_t>(begin) * item_bytes(tensor.gradient_dtype);
   if (tensor.gradient_dtype == DType::float32) return reinterpret_cast<const float*>(at);
@@ -73,10 +73,10 @@ void for_blocks(const Piece& piece, const Work& work) {
   for (int64_t done = 0; done < piece.count; done += kBlock) work(piece.begin + done, std::min(kBlock, piece.count - done));
 }
 
-// An estimate that leaves survivors in tensors that are finite again.
+// Replaces an estimate that is not finite by 0, which lets all elements survive.
 float usable(float estimate) { return std::isfinite(estimate) ? estimate : 0.0f; }
 
-// How many survivors are wanted. A limit that is too high costs another look at the tensor, one too low some survivors.
+// Number of wanted survivors. A limit that is too high costs another sweep of the tensor, one too low some survivors.
 int64_t wanted(int64_t k) { return k + std::max(k / 4, std::min<int64_t>(k, 4096)) + 64; }
 
 // Keeps the k largest of `count` survivors in order of index; of equal ones the first. Returns the least magnitude
@@ -95,7 +95,7 @@ int32_t keep_largest(Survivor* survivors, int64_t count, int64_t k, int32_t* scr
   return least;
 }
 
-// About the k-th magnitude, rather too low.
+// Returns about the k-th magnitude, rather too low.
 float sampled_estimate(const SweptTensor& tensor, const Accumulation& step) {
   const DefaultFloatMode mode;
   int32_t sample[kSample];
@@ -111,13 +111,13 @@ float sampled_estimate(const SweptTensor& tensor, const Accumulation& step) {
   return std::bit_cast<float>(sample[rank]);
 }
 
-// The survivors of elements that are looked at in order of index.
+// Collects survivors of elements in order of index.
 class Collected {
  public:
   Collected(Survivor* survivors, int64_t room, int64_t k, int32_t limit, int32_t* scratch)
       : survivors_(survivors), room_(room), k_(k), limit_(limit), scratch_(scratch) {}
 
-  // Room for a block; where it lacks, only the k largest stay. Elements of equal magnitude that follow come after them.
+  // Returns room for a block; if there is none, keeps only the k largest. Later elements of equal magnitude rank lower.
   Survivor* next(int64_t block) {
     if (count_ + block > room_) {
       limit_ = keep_largest(survivors_, count_, k_, scratch_);
@@ -204,7 +204,7 @@ class LargestOfTensors {
     piece.num_survivors = collected.count();
   }
 
-  // All pieces of a tensor were swept.
+  // Called when all pieces of a tensor were swept.
   void finish(size_t number, int32_t* indices, float* values, int32_t* scratch) {
     const SweptTensor& tensor = tensors_[number];
     Survivor* const survivors = pieces_[firsts_[number]].survivors;
@@ -250,12 +250,12 @@ class LargestOfTensors {
   float* const estimates_;
   const int64_t threads_;
   std::vector<Piece> pieces_;
-  std::vector<size_t> firsts_, num_pieces_;  // of each tensor among pieces_
-  std::vector<int64_t> rooms_, starts_;      // of each tensor: among survivors, in the answer
+  std::vector<size_t> firsts_, num_pieces_;  // of each tensor in pieces_
+  std::vector<int64_t> rooms_, starts_;      // of each tensor: in survivors, in the answer
   std::vector<std::atomic<int64_t>> missing_;  // pieces that are not swept yet
   int64_t scratch_room_ = 0;
   std::unique_ptr<Survivor[]> arena_;
-  std::unique_ptr<int32_t[]> scratch_;  // of each thread
+  std::unique_ptr<int32_t[]> scratch_;  // of all threads
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ Vector load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 void store(float* at, Vector value) { *reinterpret_cast<Unaligned*>(at) = value; }
 Vector lesser(Vector a, Vector b) { return a < b ? a : b; }
 
-// A bit for each lane that is all ones.
+// Returns a bit for each lane that is all ones.
 uint32_t mask_of(Integers lanes) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)lanes);
@@ -39,10 +39,10 @@ uint32_t mask_of(Integers lanes) {
 #endif
 }
 
-// The products of a tile, at tile[row][column].
+// Products of a tile, at tile[row][column].
 using Tile = float[kTileRows][kPanel];
 
-// Whether any of the tile's products is above its floor; only then are they written.
+// Computes the products of a tile; writes them, and returns true, only if any of them is above its floor.
 bool make_tile(const float* rows, int64_t dim, const float* panel, const float* row_floors, Vector low_floors,
                Vector high_floors, Tile& tile) {
   Vector sums[kTileRows][2] = {};

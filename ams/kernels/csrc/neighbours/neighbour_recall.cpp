@@ -28,9 +28,9 @@ const NeighbourKernels& neighbour_kernels() {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kTileBytes = int64_t{192} << 10;  // of rows that meet panel after panel, in a core's second-level cache
+constexpr int64_t kTileBytes = int64_t{192} << 10;  // of rows multiplied by panel after panel, in second-level cache
 constexpr int64_t kColumns = 512;                   // of one job
-constexpr int64_t kBandBytes = int64_t{16} << 20;   // of packed columns that all rows meet
+constexpr int64_t kBandBytes = int64_t{16} << 20;   // of packed columns that all rows are multiplied by
 constexpr size_t kAlways = std::numeric_limits<size_t>::max();  // bytes: as many threads as are allowed
 
 float floor_of(const float& floor) { return std::atomic_ref(const_cast<float&>(floor)).load(std::memory_order_relaxed); }
@@ -81,16 +81,16 @@ void offer(const RunningBest& best, int64_t row, float score, int32_t id, std::v
   if (best.counts[row] == best.capacity) trim_row(best, row, scratch);
 }
 
-// What one thread needs for its jobs.
+// Buffers of one thread for its jobs.
 struct Bench {
-  std::vector<float> tail;  // the last rows, filled up to a whole tile
+  std::vector<float> tail;  // the last rows, padded to a whole tile
   std::vector<float> row_floors;
   std::vector<float> column_floors;
   std::vector<Hit> hits;
   std::vector<Candidate> scratch;
 };
 
-// Columns of b as panels, one behind the other: packed once, not again for every chunk of rows that meets them.
+// Columns of b as panels, one after another: packed once, not for every chunk of rows.
 class Band {
  public:
   Band(const UnitRows& b, int64_t dim, const NeighbourKernels& kernels) : b_(b), dim_(dim), kernels_(kernels) {

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kWordBits = 64;
 constexpr int64_t kSampled = 4096;
 
-// The chosen classes as a bit for each class: for when the classes are at most a word per chosen one.
+// Set of chosen classes, a bit for each class: used if there are at most 64 classes for each chosen one.
 class BitSet {
  public:
   explicit BitSet(int64_t num_classes) : words_(static_cast<size_t>((num_classes + kWordBits - 1) / kWordBits), 0) {}
@@ -38,7 +38,7 @@ class BitSet {
   std::vector<uint64_t> words_;
 };
 
-// The chosen classes of a huge table: open addressing, at most half full.
+// Set of chosen classes of a huge table: open addressing, at most half full.
 class HashSet {
  public:
   explicit HashSet(int64_t most)
@@ -67,11 +67,11 @@ class HashSet {
   std::vector<int64_t> chosen_;
 };
 
-// Adds rank 0 of every label, rank 1 of every label, ... until `budget` are chosen. Returns how many are, or -1.
+// Adds rank 0 of every label, rank 1 of every label, ... until `budget` are chosen. Returns their number, or -1.
 template <class Id, class Set>
 int64_t add_by_rank(const NeighbourLists<Id>& table, const std::vector<int64_t>& labels, int64_t chosen, int64_t budget,
                     Set& set) {
-  std::vector<int64_t> open(labels);  // labels whose lists go on at this rank
+  std::vector<int64_t> open(labels);  // labels whose lists reach this rank
   for (int64_t rank = 0; chosen < budget && !open.empty(); ++rank) {
     size_t still = 0;
     for (size_t i = 0; i < open.size() && chosen < budget; ++i) {

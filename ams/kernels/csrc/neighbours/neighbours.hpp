@@ -17,7 +17,7 @@ struct NeighbourLists {
 enum class SelectFault : int { none = 0, label = 1, table = 2 };
 
 struct Selected {
-  int64_t count;  // how many were written; with a fault: the first offending place in labels
+  int64_t count;  // number of classes written; with a fault: first offending place in labels
   SelectFault fault;
 };
 

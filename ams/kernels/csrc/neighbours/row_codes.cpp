@@ -14,14 +14,14 @@
 namespace geartrain {
 namespace {
 
-constexpr double kToInteger = 0x1.8p52;   // added and taken away again, it rounds
-constexpr double kUp = 1 + 0x1p-20;       // more than a conversion to float loses
+constexpr double kToInteger = 0x1.8p52;   // adding and subtracting it rounds
+constexpr double kUp = 1 + 0x1p-20;       // covers the conversion to float
 constexpr double kRounding = 0x1p-18;     // of a product, relative to both lengths: the bounds are made in float32
 constexpr double kOffsetRounding = 0x1p-20;
-constexpr double kLeastSlack = 0x1p-100;  // what underflows in a product
+constexpr double kLeastSlack = 0x1p-100;  // covers underflow in a product
 constexpr double kMostOffset = 0x1p100;
 constexpr float kLeastScale = 0x1p-100f;  // of rows with codes
-constexpr int kFeatureExponent = -40;     // features are brought below 2^-40: no product of them with a row overflows
+constexpr int kFeatureExponent = -40;     // features are scaled below 2^-40: no product with a row overflows
 constexpr int kMostExponent = 100;        // 2^exponent and its inverse are normal numbers
 
 float largest_magnitude(const float* values, int64_t count) {
@@ -30,7 +30,7 @@ float largest_magnitude(const float* values, int64_t count) {
   return largest;
 }
 
-// Sums are of eight lanes, so that vectors may add them up: one sum has an order of its own.
+// Eight lanes, so that vectors can add them up: a single sum would have a fixed order.
 GEARTRAIN_INLINE void encode_row(const float* row, int64_t dim, uint8_t* __restrict codes, float* words) {
   constexpr int kLanes = 8;
   int32_t bits = 0;  // magnitudes are ordered as their bits are

@@ -25,11 +25,11 @@ void encode_rows(const float* rows, int64_t count, int64_t dim, uint8_t* panels,
 // Bounds of the product of a feature with any row. Products are of the feature times 2^-exponent.
 struct FeatureBounds {
   float scale;     // code * scale is about the feature
-  float length;    // of it, and
-  float left_out;  // of what its codes leave out, with room for the rounding of the bounds themselves: both rounded up
-  float slack;     // what no length explains; infinity: nothing is known
-  float unit;      // 2^-exponent, of offsets
-  int32_t start;   // -128 * sum of the codes: what the codes of rows are too large by
+  float length;    // length of the feature
+  float left_out;  // length of the part that codes leave out; both are rounded up, with room for rounding of the bounds
+  float slack;     // absolute error beside that; infinity: no bound is known
+  float unit;      // 2^-exponent, factor of offsets
+  int32_t start;   // -128 * sum of the codes: corrects for the offset of row codes
   int exponent;
 };
 

@@ -58,7 +58,7 @@ class ExactScores {
   float operator()(const float* feature, int32_t row) const {
     const double offset = rows_.offsets == nullptr ? 0.0 : static_cast<double>(rows_.offsets[row]);
     const float score = static_cast<float>(dot_(feature, at(row), rows_.dim) + offset) + 0.0f;  // no -0
-    return std::isnan(score) ? kLowest : score;  // of a damaged file: scores have an order
+    return std::isnan(score) ? kLowest : score;  // NaN is from a damaged file: scores need an order
   }
   void prefetch(int32_t row) const { prefetch_bytes(at(row), static_cast<size_t>(rows_.dim) * sizeof(float)); }
 
@@ -69,13 +69,13 @@ class ExactScores {
   const ExactDot dot_;
 };
 
-// What one thread knows of one feature.
+// One thread's state of one feature.
 class Running {
  public:
   Running(const float* feature, const FeatureBounds& bounds, int64_t k)
       : feature_(feature), unit_(std::ldexp(1.0, bounds.exponent)), per_unit_(1 / unit_), k_(static_cast<size_t>(k)), full_(std::max(kCandidates, 4 * k_)) {}
 
-  // No row whose upper bound is below it can be an answer.
+  // A row whose upper bound is below the floor cannot be an answer.
   float floor() const { return floor_; }
 
   void offer(const BoundHit& hit, int32_t row, const ExactScores& exact) {
@@ -87,7 +87,7 @@ class Running {
     if (candidates_.size() > full_ / 2) settle(exact);
   }
 
-  // Takes over what another thread knows of the same feature.
+  // Merges another thread's state of the same feature.
   void join(const Running& other) {
     for (const float lower : other.lowers_) push_lower(lower);
     candidates_.insert(candidates_.end(), other.candidates_.begin(), other.candidates_.end());
@@ -115,7 +115,7 @@ class Running {
     if (lowers_.size() == k_) raise_floor_to_score(static_cast<double>(lowers_.front()) * unit_);
   }
 
-  // k rows have at least this score. Others may round to the same float32, and come first if they are lower.
+  // k rows have at least this score. Others may round to the same float32, and come first if their row is lower.
   void raise_floor_to_score(double score) {
     const float below = next_below(static_cast<float>(score));
     raise_floor(next_below(static_cast<float>(static_cast<double>(below) * per_unit_)));
@@ -129,7 +129,7 @@ class Running {
     std::erase_if(candidates_, [this](const Candidate& candidate) { return candidate.upper < floor_; });
   }
 
-  // Leaves no candidates, but the k best of all that there were.
+  // Replaces all candidates by the k best so far.
   void settle(const ExactScores& exact) {
     for (const Candidate& candidate : candidates_) exact.prefetch(candidate.row);
     for (const Candidate& candidate : candidates_) best_.push_back({exact(feature_, candidate.row), candidate.row});
@@ -146,7 +146,7 @@ class Running {
   };
 
   const float* feature_;
-  double unit_, per_unit_;  // powers of two: scores are products of what was coded times the first
+  double unit_, per_unit_;  // powers of two: scores are products of scaled features times the first
   size_t k_;
   size_t full_;
   float floor_ = kLowest;
@@ -155,7 +155,7 @@ class Running {
   std::vector<Scored> best_;
 };
 
-// What one thread knows, and needs to go on.
+// Buffers and state of one thread.
 struct Searcher {
   std::vector<Running> known;  // of each feature
   std::vector<float> floors;

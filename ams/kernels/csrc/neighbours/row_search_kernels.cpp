@@ -26,7 +26,7 @@ typedef int32_t UnalignedIntegers __attribute__((vector_size(kLanes * sizeof(flo
 Vector load(const void* at) { return (Vector)(Integers)*reinterpret_cast<const UnalignedIntegers*>(at); }
 void store(float* at, Vector value) { *reinterpret_cast<UnalignedVector*>(at) = value; }
 
-// sums[r] + the products of the four bytes without sign of rows[r] and the four with sign of `codes`.
+// sums[r] + the products of the four unsigned bytes of rows[r] and the four signed ones of `codes`.
 Integers add_products(Integers sums, Integers rows, int32_t codes) {
 #if defined(__AVX512VNNI__)
   return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)rows, _mm512_set1_epi32(codes));
@@ -42,7 +42,7 @@ Integers add_products(Integers sums, Integers rows, int32_t codes) {
 #endif
 }
 
-// A bit for each lane that is all ones.
+// Returns a bit for each lane that is all ones.
 uint32_t mask_of(Integers lanes) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)lanes);
@@ -83,7 +83,7 @@ BoundHit* group_hits(const uint8_t* panel, int64_t quads, uint32_t rows, const f
       const FeatureBounds& of = bounds[g];
       const Vector margin = of.length * left_out + of.left_out * length + of.slack;
       const Vector upper = __builtin_convertvector(sums[g][p], Vector) * (scale * of.scale) + offset * of.unit + margin;
-      const Integers below = upper < floors[g] - Vector{};  // what is no number is not below
+      const Integers below = upper < floors[g] - Vector{};  // false for NaN
       uint32_t mask = mask_of(~below) & (rows >> (p * kLanes));
       if (mask == 0) continue;
       float uppers[kLanes], lowers[kLanes];

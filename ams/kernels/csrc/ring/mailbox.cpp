@@ -63,7 +63,7 @@ SharedMapping map_their_file(int fd, size_t bytes) {
   require_file(fstatvfs(fd, &system) == 0 && system.f_bsize == static_cast<unsigned long>(sysconf(_SC_PAGESIZE)),
                "it is not of ordinary pages");
   SharedMapping mapping(fd, bytes, true);
-  // Both have it mapped now. A hole that the client punched later would be filled at the shard's expense.
+  // Both have it mapped now. A hole punched later by the client would be filled at the shard's expense.
   fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
   require_file((fcntl(fd, F_GET_SEALS) & F_SEAL_FUTURE_WRITE) != 0, "it cannot be sealed (F_SEAL_FUTURE_WRITE)");
   require_file(fstat(fd, &status) == 0 && static_cast<size_t>(status.st_blocks) * kBlockBytes >= bytes,
@@ -111,7 +111,7 @@ Packet receive_packet(int socket, void* data, size_t most_bytes) {
   do packet.bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (packet.bytes < 0 && errno == EINTR);
   if (packet.bytes < 0) {
-    if (errno != EAGAIN && errno != EWOULDBLOCK) packet.bytes = 0;  // reset: as if it had ended
+    if (errno != EAGAIN && errno != EWOULDBLOCK) packet.bytes = 0;  // a reset counts as the end
     return packet;
   }
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {

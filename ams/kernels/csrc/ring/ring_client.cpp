@@ -28,13 +28,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
-constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);  // then it looks whether the shard is still there
+constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);  // then checks whether the shard is still there
 
 Clock::duration duration_of(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
 
-constexpr double kMomentSeconds = 2e-3;  // in which a shard that is not at work answers
+constexpr double kMomentSeconds = 2e-3;  // time in which an idle shard answers
 
-// A size that calls of nearly the same size fit in, too.
+// Rounds up, so that calls of nearly the same size fit, too.
 size_t roomy(size_t bytes) {
   const size_t step = std::max<size_t>(16 * kPageBytes, std::bit_floor(bytes) / 4);
   return (bytes + step - 1) / step * step;
@@ -95,9 +95,9 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   Spinning spinning_{limits_.spin_seconds};
   mutable std::mutex mutex_;  // guards what follows
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
-  uint64_t reserved_ = 0;  // a bit for each that is being made
+  uint64_t reserved_ = 0;  // a bit for each mailbox being created
   size_t reserved_bytes_ = 0;
-  std::timed_mutex adding_;  // held by who waits for the answers of the shard
+  std::timed_mutex adding_;  // held by the thread that waits for the shard's answers
   uint64_t num_added_ = 0;
 };
 
@@ -159,7 +159,7 @@ bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look, bool
     if (take_reply()) return true;
     if (now >= deadline) return false;
     const auto woken = Clock::now();
-    if (woken < looked_at + kLongestSleep / 2) continue;  // it was begun, or a signal came
+    if (woken < looked_at + kLongestSleep / 2) continue;  // woken early: the shard began, or a signal came
     looked_at = woken;
     ring_->look_for_peer();
     if (look && Clock::now() >= next_look) {
@@ -187,7 +187,7 @@ void Ring::close() {
 
 // Throws Lost if the shard has ended.
 void Ring::look_for_peer() {
-  pollfd one{socket_.get(), POLLRDHUP, 0};  // of the end alone: answers that came too late may lie before it
+  pollfd one{socket_.get(), POLLRDHUP, 0};  // the end alone: late answers may precede it
   if (poll(&one, 1, 0) <= 0) return;
   close();
   require_there();
@@ -199,7 +199,7 @@ void Ring::request(const Mailbox& mailbox) {
   if (reinterpret_cast<const SleepPage*>(sleep_.data())->is_asleep.load(std::memory_order_seq_cst) != 0) notify({});
 }
 
-// A packet that does not fit is one of many that wake the shard, or it has gone.
+// A packet that does not fit is one of many that wake the shard, or the shard has gone.
 void Ring::notify(const Notice& notice) {
   try {
     send_packet(socket_.get(), &notice, sizeof(notice));
@@ -216,8 +216,8 @@ std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t most_
   return std::make_unique<RingCall>(shared_from_this(), std::move(mailbox), request_bytes);
 }
 
-// The smallest free one that both fit in, of those the one freed last: it is in the caches, and the others can become
-// idle.
+// Returns the smallest free mailbox that both fit in; of equal ones the one freed last, as it is in the caches, and the
+// others can become idle.
 std::shared_ptr<Mailbox> Ring::take_free(size_t request_bytes, size_t reply_bytes) {
   const std::lock_guard lock(mutex_);
   const auto oldest = Clock::now() - duration_of(limits_.idle_seconds);
@@ -235,7 +235,7 @@ std::shared_ptr<Mailbox> Ring::take_free(size_t request_bytes, size_t reply_byte
   return best;
 }
 
-// Lets go of free mailboxes, which are all too small, for one of `bytes`, and reserves its number. Throws Full. With
+// Drops free mailboxes, which are all too small, for one of `bytes`, and reserves its number. Throws Full. Called with
 // the mutex.
 uint32_t Ring::make_room(size_t bytes) {
   for (;;) {
@@ -260,7 +260,7 @@ uint32_t Ring::make_room(size_t bytes) {
   }
 }
 
-// A new mailbox that the shard has taken, within so long. Throws Full, Refused or Lost.
+// Returns a new mailbox that the shard has accepted in this time. Throws Full, Refused or Lost.
 std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, double seconds) {
   require_call_fits(request_bytes, reply_bytes);
   request_bytes = roomy(request_bytes);
@@ -302,7 +302,7 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, dou
   return made;
 }
 
-// Waits for the shard's answer to what was sent; none: it did not come in time. Throws Lost.
+// Waits for the shard's answer to a notice; none: it did not come in time. Throws Lost.
 std::optional<Notice> Ring::answered(const Notice& sent, Clock::time_point deadline) {
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -317,7 +317,7 @@ std::optional<Notice> Ring::answered(const Notice& sent, Clock::time_point deadl
     }
     if (answer.mailbox == sent.mailbox && answer.number == sent.number) return answer;
   }
-  notify({NoticeKind::closed, sent.mailbox});  // should it take it later
+  notify({NoticeKind::closed, sent.mailbox});  // in case the shard accepts it later
   return std::nullopt;
 }
 
@@ -329,13 +329,13 @@ void Ring::give_back(Mailbox& mailbox) {
   mailbox.freed_at = Clock::now();
 }
 
-// The shard may still be at work in it: nobody uses it again.
+// Retires a mailbox that the shard may still use: it is not used again.
 void Ring::retire(Mailbox& mailbox) noexcept {
   const std::lock_guard lock(mutex_);
   drop(mailbox.index);
 }
 
-// With the mutex.
+// Called with the mutex.
 void Ring::drop(uint32_t index) noexcept {
   mailboxes_[index].reset();
   bool is_told = false;
@@ -345,11 +345,11 @@ void Ring::drop(uint32_t index) noexcept {
   } catch (const std::system_error&) {
   }
   if (is_told) return;
-  is_lost_ = true;  // or a later mailbox of this number would be refused
+  is_lost_ = true;  // otherwise a later mailbox of this number would be refused
   shutdown(socket_.get(), SHUT_RDWR);
 }
 
-// What the shard lets everybody read.
+// Maps the page that the shard lets everybody read.
 SharedMapping map_sleep_page(const OwnedFd& file) {
   const int seals = fcntl(file.get(), F_GET_SEALS);
   struct stat status;
@@ -372,10 +372,10 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   if (!socket) fail("socket");
   const auto micros = static_cast<int64_t>(std::clamp(timeout_seconds, 1e-3, 1e6) * 1e6);
   const timeval limit{static_cast<time_t>(micros / 1'000'000), static_cast<suseconds_t>(micros % 1'000'000)};
-  setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // connecting ends by it, too
+  setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // limits connect(), too
   const auto address_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), address_bytes) != 0) fail("no shard listens on this machine");
-  if (!is_same_user(socket.get())) throw std::runtime_error("another user listens there");  // and is not told the secret
+  if (!is_same_user(socket.get())) throw std::runtime_error("another user listens there");  // and does not get the secret
   OwnedFd page = make_shared_file(kPageBytes);
   SharedMapping requested(page.get(), kPageBytes, true);
   Hello hello = hello_with(secret);

@@ -11,7 +11,7 @@
 namespace geartrain {
 namespace {
 
-constexpr int kMostPackets = 16;  // of one turn: others wait while mailboxes are mapped
+constexpr int kMostPackets = 16;  // of one turn: other clients wait while mailboxes are mapped
 
 }  // namespace
 
@@ -85,7 +85,7 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   }
   try {
     send_packet(socket_.get(), &notice, sizeof(notice));
-  } catch (const std::system_error&) {  // it has gone: the next look at the socket tells
+  } catch (const std::system_error&) {  // it has gone: the next read of the socket reports it
   }
 }
 
@@ -104,7 +104,7 @@ bool RingPeer::serve(const Waits& waits, const ServingTurn& serving) {
   return !has_gone_;
 }
 
-// The call in the mailbox whose turn it is; null: there is none that is still wanted and can be read.
+// Returns the call in the next mailbox in turn; null: there is none that is still wanted and can be read.
 std::shared_ptr<ServedCall> RingPeer::next_call() {
   if (page()->requested.load(std::memory_order_relaxed) != 0) pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
   if (pending_ == 0) return nullptr;
@@ -125,7 +125,7 @@ std::shared_ptr<ServedCall> RingPeer::next_call() {
                                           has_gone_ = has_gone_ || !receive();
                                           return has_gone_ || mailboxes_[index] != mailbox;
                                         });
-  } catch (const std::exception&) {  // a damaged header, or no memory
+  } catch (const std::exception&) {  // damaged header, or no memory
     has_gone_ = true;
     return nullptr;
   }

@@ -66,11 +66,11 @@ class RingPeer {
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
-  bool has_gone_ = false;  // as was seen while a call of its waited, or is not to be trusted
+  bool has_gone_ = false;  // it left while its call waited, or violated the protocol
   bool is_at_work_ = false;
   std::shared_ptr<ServedCall> held_;
-  uint64_t pending_ = 0;  // of those, a bit for each whose request was seen
-  size_t next_ = 0;       // where to look first: no mailbox goes before another for ever
+  uint64_t pending_ = 0;  // a bit for each mailbox whose request was seen
+  size_t next_ = 0;       // mailbox to check first, so that none is served before another for ever
 };
 
 }  // namespace geartrain

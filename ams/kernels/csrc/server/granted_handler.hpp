@@ -25,7 +25,7 @@ class GrantedHandler final : public Handler {
     require(table, kMayWrite);
     require_own(table, context.stream);
     if (request.group) require_own(table, request.group->job);
-    if (after != nullptr && !may(table, kMayRead)) after = nullptr;  // the pull that it would spare is refused by itself
+    if (after != nullptr && !may(table, kMayRead)) after = nullptr;  // the pull that it would save is refused on its own
     handler_->push(context, table, request, asker, std::move(completion), after);
   }
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
@@ -44,13 +44,13 @@ class GrantedHandler final : public Handler {
   bool may(const std::string& table, uint32_t right) {
     auto known = known_.find(table);
     if (known == known_.end()) {
-      if (known_.size() >= kMostKnown) known_.clear();  // names may be anything
+      if (known_.size() >= kMostKnown) known_.clear();  // clients may send any number of names
       known = known_.emplace(table, grant_->rights(table)).first;
     }
     return (known->second & right) != 0;
   }
   void require(const std::string& table, uint32_t right) {
-    // The caller retries over a connection with its then current token and certificate; this one is closed soon.
+    // The caller retries over a connection with its current token and certificate; this one is closed soon.
     if (grant_->is_over()) throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
     if (!may(table, right)) refuse(table, right);
   }

@@ -20,8 +20,8 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostGuests = 64;                 // of each way at the same time: strangers may connect and say nothing
-constexpr std::chrono::milliseconds kRest{250};    // when no connection can be taken, until it is tried again
+constexpr size_t kMostGuests = 64;                 // of each kind at a time: strangers may connect and send nothing
+constexpr std::chrono::milliseconds kRest{250};    // after a failed accept, until the next attempt
 constexpr std::chrono::minutes kWarnInterval{1};
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -115,12 +115,12 @@ void Greeter::run() {
         const int fd = events[static_cast<size_t>(i)].data.fd;
         try {
           work(fd);
-        } catch (const std::exception& error) {  // nobody whom we know, or no memory for it
+        } catch (const std::exception& error) {  // no valid secret, or no memory
           refuse(fd, error.what());
         }
       }
     };
-    with_each([this](int fd) {  // first: they may have to go for those who come
+    with_each([this](int fd) {  // first: old guests may have to make room for new ones
       if (guests_.contains(fd)) greet(fd);
     });
     with_each([this](int fd) {
@@ -139,7 +139,7 @@ void Greeter::run() {
   far_.close();
 }
 
-// As many as may be there at once; the others in the next turn.
+// Accepts as many guests as may be there at once; the others in the next turn.
 void Greeter::accept_guests(const OwnedFd& listener) {
   for (size_t i = 0; i < kMostGuests; ++i) {
     OwnedFd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -156,7 +156,7 @@ void Greeter::accept_guests(const OwnedFd& listener) {
   }
 }
 
-// Who says nothing goes for who comes: the oldest, for whoever means to be greeted speaks at once.
+// Evicts the oldest guest for a new one: a genuine client sends its secret at once.
 void Greeter::make_room(bool is_near) {
   size_t others = 0;
   auto oldest = guests_.end();
@@ -168,7 +168,7 @@ void Greeter::make_room(bool is_near) {
   if (others >= kMostGuests) guests_.erase(oldest);
 }
 
-// Who wants to connect stays in the system's line meanwhile, which would wake this thread without end.
+// Pending connections would wake this thread without end, so it stops accepting for a while.
 void Greeter::rest(int error) {
   const auto now = Clock::now();
   is_resting_ = true;
@@ -180,7 +180,7 @@ void Greeter::rest(int error) {
   if (warn_) warn_(words_of(error));
 }
 
-// Under TLS an operator is told, once a minute: not of those who have gone by themselves, as probes of a port do.
+// With TLS, warns the operator, once a minute; not of guests that closed the connection, such as port probes.
 void Greeter::refuse(int fd, const char* why) noexcept try {
   const auto guest = guests_.find(fd);
   if (guest == guests_.end()) return;
@@ -192,16 +192,16 @@ void Greeter::refuse(int fd, const char* why) noexcept try {
   if (told_of_refusal_at_ != Clock::time_point::min() && now - told_of_refusal_at_ < kWarnInterval) return;
   told_of_refusal_at_ = now;
   warn_("connections for rows refused: " + std::to_string(std::exchange(num_refused_, 0)) + ", the last from " + stream.address() + ": " + why);
-} catch (const std::exception&) {  // no memory for the words
+} catch (const std::exception&) {  // no memory for the message
 }
 
-// Takes a connection, if it shows the secret of an offer.
+// Accepts a connection if it shows the secret of an offer.
 void Greeter::greet(int fd) {
   Guest& guest = guests_.at(fd);
   OwnedFd page;
   if (guest.is_near) {
     Packet packet = receive_packet(fd, guest.hello.data(), guest.hello.size());
-    if (packet.bytes < 0) return;  // what was seen to come was for another that had this descriptor before
+    if (packet.bytes < 0) return;  // the event was for an earlier connection with this descriptor
     guest.got = static_cast<size_t>(packet.bytes);
     page = std::move(packet.fd);
   } else {
@@ -210,7 +210,7 @@ void Greeter::greet(int fd) {
     if (!guest.stream.shake_hands()) return;
     for (size_t received = 1; received != 0 && guest.got < guest.hello.size(); guest.got += received)
       received = guest.stream.read(guest.hello.data() + guest.got, guest.hello.size() - guest.got);
-    if (guest.got < guest.hello.size()) return;  // the rest may come
+    if (guest.got < guest.hello.size()) return;  // the rest is still to come
   }
   std::shared_ptr<Handler> handler = guest.got == guest.hello.size() ? take_offer(guest.hello.data()) : nullptr;
   if (!handler)
@@ -221,8 +221,7 @@ void Greeter::greet(int fd) {
   welcome_(std::move(handler), std::move(here.socket), std::move(page), std::move(here.stream));
 }
 
-// What is to serve the one who shows the secret of an offer; null: it is of none that is good now. Nobody else can use
-// it then.
+// Returns the handler for a client that shows the secret of an offer, which is then used up; null: of no valid offer.
 std::shared_ptr<Handler> Greeter::take_offer(const char* hello) {
   if (parse_header(hello, FrameKind::hello).body_bytes != kSecretBytes) return nullptr;
   const std::lock_guard lock(mutex_);
@@ -233,7 +232,7 @@ std::shared_ptr<Handler> Greeter::take_offer(const char* hello) {
   return taken.until > Clock::now() ? taken.handler : nullptr;
 }
 
-// The secret that begins with these bytes, which is good still: as long as nobody has shown all of it.
+// Returns the secret that begins with these bytes, if its offer is valid and not used up.
 std::string Greeter::offered(std::string_view name) {
   const std::lock_guard lock(mutex_);
   const auto offer = offers_.lower_bound(std::string(name));

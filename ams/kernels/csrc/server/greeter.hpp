@@ -1,5 +1,5 @@
-// Thread that accepts connections to a shard's data plane and checks their secrets, so that a busy shard refuses
-// nobody.
+// Thread that accepts connections to a shard's data plane and checks their secrets, so that they are accepted while the
+// shard is busy.
 #pragma once
 
 #include <atomic>
@@ -43,11 +43,11 @@ class Greeter {
   using Clock = std::chrono::steady_clock;
   struct Guest {
     OwnedFd socket;
-    bool is_near;  // of this machine
+    bool is_near;  // on this machine
     Clock::time_point until;
     Hello hello;
     size_t got = 0;
-    ByteStream stream = {};  // has the socket, of one by TCP that has said something
+    ByteStream stream = {};  // owns the socket of a TCP guest that has sent something
   };
 
   struct Offer {
@@ -71,7 +71,7 @@ class Greeter {
   const Welcome welcome_;
   const Warn warn_;
   OwnedFd near_, far_, epoll_, wake_;
-  // Of the thread.
+  // Used by the thread.
   std::unordered_map<int, Guest> guests_;
   Clock::time_point rests_until_ = Clock::time_point::min(), warned_at_ = Clock::time_point::min();
   bool is_resting_ = false;
@@ -82,7 +82,7 @@ class Greeter {
   std::mutex mutex_;  // guards what follows
   std::map<std::string, Offer> offers_;
   const uint64_t generation_ = fork_generation();
-  std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
+  std::thread* thread_ = nullptr;  // never joined in a forked child, which does not have it
 };
 
 // Starts a thread that receives no signals: their handlers are Python's, and run on other threads.

@@ -30,10 +30,10 @@ namespace geartrain {
 namespace {
 
 constexpr int kListenLine = 64;
-constexpr std::chrono::microseconds kLookInterval{200};  // at sockets, while there are requests
-constexpr std::chrono::milliseconds kGrantInterval{500};   // at whether connections may still do something
-constexpr int kSlowShare = 3;  // of silence_seconds: in which a request comes, or replies are taken, where others want the memory
-constexpr double kPatienceShare = 0.8;                   // of the time that a caller waits; then it is told to ask again
+constexpr std::chrono::microseconds kLookInterval{200};  // between checks of sockets, while there are requests
+constexpr std::chrono::milliseconds kGrantInterval{500};   // between checks of the connections' rights
+constexpr int kSlowShare = 3;  // part of silence_seconds in which a client must move data if memory is wanted
+constexpr double kPatienceShare = 0.8;                   // of the caller's time limit; then it is told to retry
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -133,7 +133,7 @@ void DataServer::run() {
     }
     if (!rings_.empty() && spinning_.look([this] { return has_requests(); })) continue;
     is_asleep.store(1, std::memory_order_seq_cst);
-    // Whoever sent its request before it could see that is seen now; whoever sends it later wakes this thread.
+    // A request sent before its client could see that the thread sleeps is found now; a later one wakes this thread.
     if (!has_requests()) look_at_sockets(millis_to_wait());
     is_asleep.store(0, std::memory_order_relaxed);
   }
@@ -149,7 +149,7 @@ bool DataServer::has_requests() const {
   return have_streams_held_ || std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->has_requests(); });
 }
 
-// One of each client: none goes before another for ever. Returns whether there was any.
+// Serves one request of each client, so that none is served before another for ever. Returns whether there was any.
 bool DataServer::serve_requests() {
   bool has_served = false;
   for (auto one = rings_.begin(); one != rings_.end();) {
@@ -176,8 +176,8 @@ bool DataServer::serve_held_streams() {
   return !fds.empty();
 }
 
-// First who has the least room already, all connections of its machine together; of these who came first. Who has
-// waited for too long is refused wherever it stands.
+// First those whose machine uses the least memory, over all of its connections; then in order of arrival. A request
+// that has waited too long is refused in any case.
 void DataServer::let_streams_in() {
   const auto now = Clock::now();
   for (bool has_let_in = true; has_let_in;) {
@@ -215,7 +215,7 @@ bool DataServer::is_asked() {
          Clock::now() - looked_at_ >= kLookInterval;
 }
 
-// Those who ask do so again if there is no memory for them now.
+// A caller without memory for its request now retries.
 void DataServer::serve_pulls(bool has_turn) noexcept {
   const ServingTurn outer = std::exchange(serving_, ServingTurn{.others = nullptr, .has_turn = has_turn});
   try {
@@ -260,11 +260,11 @@ void DataServer::look_at(int fd, uint32_t events) {
 template <class Peer, class... Arguments>
 DataServer::Connected<Peer> DataServer::connected(Arguments&&... arguments) {
   auto peer = std::make_unique<Peer>(std::forward<Arguments>(arguments)...);
-  ++*num_connections_;  // before the client knows
+  ++*num_connections_;  // before the client learns of it
   return Connected<Peer>(peer.release(), Leave{num_connections_});
 }
 
-// By the greeter's thread: greets one whom it found good, and leaves it to this server's.
+// Called by the greeter's thread: greets a valid client, and passes it to this server's thread.
 void DataServer::welcome(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, ByteStream stream) {
   if (socket && !page) return;
   std::array<char, sizeof(FrameHeader)> answer;
@@ -297,7 +297,7 @@ void DataServer::take_arrivals() {
     }
     arrivals.clear();
   };
-  for (const auto& one : new_streams_) have_streams_held_ |= one->is_ready();  // it sent its requests with its hello
+  for (const auto& one : new_streams_) have_streams_held_ |= one->is_ready();  // requests may have come with its hello
   take(new_rings_, rings_);
   take(new_streams_, streams_);
 }
@@ -307,7 +307,7 @@ void DataServer::remember(std::shared_ptr<ServedCall> call) {
   if (seconds <= 0) return;
   try {
     waiting_.emplace_back(Clock::now() + duration_of(seconds), std::move(call));
-  } catch (const std::bad_alloc&) {  // its time-out tells the caller, then
+  } catch (const std::bad_alloc&) {  // the caller's time limit ends its wait
   }
 }
 
@@ -329,7 +329,7 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
-// Replies that other threads brought.
+// Sends replies that other threads have added.
 void DataServer::flush_streams() {
   for (auto one = streams_.begin(); one != streams_.end();) {
     TcpPeer& peer = *(one++)->second;
@@ -337,16 +337,16 @@ void DataServer::flush_streams() {
   }
 }
 
-// Whether somebody lacks memory, or soon will.
+// Whether a client lacks memory, or soon will.
 bool DataServer::is_memory_wanted() const { return memory_->num_waiting != 0 || memory_->used > memory_->most / 2; }
 
-// Ends connections that have lost their rights, are silent, or slow where others want their memory; tells callers whose
-// time is nearly over that others are waited for.
+// Ends connections that have lost their rights, are unresponsive, or are slow while others want their memory; answers
+// callers near their time limit that other ranks are still awaited.
 void DataServer::expire() {
   const auto now = Clock::now();
   const auto silence = duration_of(limits_.silence_seconds), patience = silence / kSlowShare;
   const bool is_wanted = is_memory_wanted(), of_requests = memory_->used <= memory_->most / 2;
-  const bool was_away = now - looked_at_ > patience / 5;  // and could take nothing
+  const bool was_away = now - looked_at_ > patience / 5;  // this thread was busy, and could receive nothing
   std::erase_if(streams_, [&](const auto& one) {
     TcpPeer& peer = *one.second;
     if (peer.is_at_work()) return false;

@@ -25,12 +25,12 @@ namespace geartrain {
 
 struct ServerLimits {
   size_t most_mailboxes = 1024, most_connections = 1024;
-  double greeting_seconds = 5;  // to connect and show the secret
-  double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor takes its replies
-  double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
-  size_t most_frame_bytes = kMostCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
-  size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests that are not done, unless it is one
-  bool uses_tls = false;                           // by TCP: and nothing else is understood
+  double greeting_seconds = 5;  // for a client to connect and show the secret
+  double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor receives its replies
+  double spin_seconds = 50e-6;  // how long the thread polls for a request of this machine before it sleeps, where that pays
+  size_t most_frame_bytes = kMostCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all in flight
+  size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests in flight; a single one may be larger
+  bool uses_tls = false;                           // by TCP: all connections must be encrypted
 };
 
 struct DataPlaneOffer {
@@ -101,11 +101,11 @@ class DataServer : private OtherCallers {
   SharedMapping sleep_page_;
   std::shared_ptr<MailboxCount> mailboxes_ = std::make_shared<MailboxCount>();
   std::shared_ptr<FrameMemory> memory_ = std::make_shared<FrameMemory>();
-  // Used by the thread. Others may come and go while a request of one is performed: the one at work stays.
+  // Used by the thread. Clients may come and go while a request is performed, but not the client of that request.
   std::map<int, Connected<RingPeer>> rings_;
   std::map<int, Connected<TcpPeer>> streams_;
   bool have_streams_held_ = false;
-  std::vector<int> waiting_streams_;  // for memory, in the order in which they came
+  std::vector<int> waiting_streams_;  // streams that wait for memory, in order of arrival
   ServingTurn serving_{.others = this};
   std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
   Clock::time_point looked_at_;
@@ -113,12 +113,12 @@ class DataServer : private OtherCallers {
 
   const std::shared_ptr<std::atomic<size_t>> num_connections_ = std::make_shared<std::atomic<size_t>>(0);
   std::atomic<bool> is_closing_ = false;
-  std::atomic<bool> has_grants_ = false;  // some connections may end without a word of their sockets
+  std::atomic<bool> has_grants_ = false;  // whether connections may lose their rights without an event of their sockets
   std::mutex mutex_;  // guards what follows
   std::vector<Connected<RingPeer>> new_rings_;  // greeted
   std::vector<Connected<TcpPeer>> new_streams_;
   const uint64_t generation_ = fork_generation();
-  std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
+  std::thread* thread_ = nullptr;  // never joined in a forked child, which does not have it
   std::unique_ptr<Greeter> greeter_;
 };
 

@@ -24,17 +24,17 @@ struct PackedBatch {
   int64_t batch;
   int64_t dim;
   int64_t centers;  // K, at most kMostCenters
-  const float* features;  // x̂ [B, D] times what each sample counts in the gradients of rows
-  const float* query;  // x̂ times what makes logits to base 2; as `pack` wrote it, at a multiple of 64 bytes
-  const float* key;    // `features`, the same
+  const float* features;  // x̂ [B, D] times each sample's weight in the gradients of rows
+  const float* query;  // x̂ times the factor of base-2 logits, as written by `pack`, aligned to 64 bytes
+  const float* key;    // `features`, packed in the same way
 };
 
 // Cells of the chunk that belong to a sample's own class.
 struct Targets {
-  const int64_t* rows;  // classes, as counted in what the chunk is a part of
+  const int64_t* rows;  // classes, by their number in the whole that the chunk is a part of
   const int64_t* samples;
   int64_t count;
-  int64_t first_row = 0;  // the chunk's first class, in that count
+  int64_t first_row = 0;  // number of the chunk's first class
 };
 
 struct ForwardChunk {
@@ -61,16 +61,16 @@ struct GradientChunk {
   const float* offsets;  // as in the forward pass
   const float* log_sum;        // [B] log2 of the sum of the exponentials
   const float* target_weight;  // [B] derivative at the target's cosine
-  const float* kept;           // [N, B] of the forward pass, or null: made again
+  const float* kept;           // [N, B] of the forward pass, or null: recomputed
   bool kept_exponentials;      // whether those are exponentials
   float factor;                // multiplies everything
-  const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null, as `row_sum`
+  const float* common;         // [D] added, times 2^offset, to each unit row's part; or null, as `row_sum`
 };
 
 // Sums over all gradients of a chunk.
 struct GradientSums {
   float check = 0;     // 0, or NaN if one of them is not finite
-  double squares = 0;  // of rows in float: 0 or infinite where a row's sum is beyond its range
+  double squares = 0;  // of rows in float: 0 or infinite if a row's sum is out of range
 };
 
 struct ClassPass {

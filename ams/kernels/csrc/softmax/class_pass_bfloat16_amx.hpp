@@ -1,11 +1,11 @@
-// Part of class_pass_products_bfloat16.hpp: blocks made with AVX-512, and multiplied by the matrix unit (AMX) of a
+// Part of class_pass_products_bfloat16.hpp: blocks packed with AVX-512, and multiplied by the matrix unit (AMX) of a
 // Xeon.
 #pragma once
 
 Narrow narrowed(float value) { return (Narrow)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0); }
 
-// What a core's matrix unit is set to while this lives: eight registers of 16 rows of 64 bytes. Another library's
-// setting is put back.
+// Configures a core's matrix unit while this lives: eight registers of 16 rows of 64 bytes. Another library's
+// configuration is restored.
 class MatrixUnit {
  public:
   MatrixUnit() {
@@ -15,7 +15,7 @@ class MatrixUnit {
       all[16 + 2 * i] = 64;  // bytes of a row
       all[48 + i] = 16;      // rows
     }
-    asm volatile("" : : "r"(all) : "memory");  // GCC does not know all that is read
+    asm volatile("" : : "r"(all) : "memory");  // GCC does not know that all of it is read
     _tile_loadconfig(all);
   }
   ~MatrixUnit() {
@@ -31,7 +31,7 @@ class MatrixUnit {
   alignas(64) unsigned char before_[64];
 };
 
-// The next `count` of 16 numbers; zeros behind them.
+// Returns the next `count` of 16 numbers, padded with zeros.
 __m512 sixteen(const float* at, int64_t count) {
   if (count >= 16) return _mm512_loadu_ps(at);
   return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), at);
@@ -44,7 +44,7 @@ __m512i pairs(__m512 low, __m512 high) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Blocks of A from rows of floats: `count` rows, of which `width` numbers are taken.
+// Writes blocks of A from rows of floats: `count` rows, `width` numbers of each.
 void blocks_of_rows(const float* in, ptrdiff_t stride, int64_t count, int64_t width, Narrow* out) {
   const int64_t deep = blocks_of_32(width);
   for (int64_t r = 0; r < count; ++r) {
@@ -57,7 +57,7 @@ void blocks_of_rows(const float* in, ptrdiff_t stride, int64_t count, int64_t wi
   }
 }
 
-// The pairs of rows 2 p and 2 p + 1 of `count`, numbers j .. j + 15 of `width`.
+// Returns pairs of rows 2 p and 2 p + 1 of `count`, numbers j .. j + 15 of `width`.
 __m512i pairs_of_rows(const float* in, ptrdiff_t stride, int64_t count, int64_t width, int64_t p, int64_t j) {
   const float* at = in + 2 * p * stride + j;
   const __m512 low = 2 * p < count ? sixteen(at, width - j) : _mm512_setzero_ps();
@@ -65,7 +65,7 @@ __m512i pairs_of_rows(const float* in, ptrdiff_t stride, int64_t count, int64_t 
   return pairs(low, high);
 }
 
-// Blocks of B whose summands are the rows.
+// Writes blocks of B, summed over the rows.
 void blocks_of_pairs(const float* in, ptrdiff_t stride, int64_t count, int64_t width, Narrow* out) {
   const int64_t deep = blocks_of_32(count);
   for (int64_t p = 0; p < deep * 16; ++p)
@@ -73,7 +73,7 @@ void blocks_of_pairs(const float* in, ptrdiff_t stride, int64_t count, int64_t w
       _mm512_store_si512(out + (j / 16 * deep + p / 16) * kBlock + p % 16 * 32, pairs_of_rows(in, stride, count, width, p, j));
 }
 
-// Columns of 16 x 16 numbers of 32 bits become rows.
+// Transposes 16 x 16 numbers of 32 bits.
 void transpose(__m512i* rows) {
   __m512i pair[16], four[16];
 #pragma GCC unroll 8
@@ -100,7 +100,7 @@ void transpose(__m512i* rows) {
   }
 }
 
-// Blocks of A whose summands are the rows: each column of `width` becomes a row.
+// Writes blocks of A, summed over the rows: each column of `width` becomes a row.
 void blocks_of_columns(const float* in, ptrdiff_t stride, int64_t count, int64_t width, Narrow* out) {
   const int64_t deep = blocks_of_32(count);
   for (int64_t j = 0; j < blocks_of_32(width) * 32; j += 16)

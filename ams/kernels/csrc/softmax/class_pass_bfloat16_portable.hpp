@@ -1,8 +1,8 @@
-// Part of class_pass_products_bfloat16.hpp: the same blocks without any instructions for them. Slower than float32:
-// what it is there for is that the arithmetic can be tested on every CPU.
+// Part of class_pass_products_bfloat16.hpp: the same blocks in portable C++. Slower than float32; it is there so that
+// the arithmetic can be tested on every CPU.
 #pragma once
 
-// To the nearest, ties to even; NaN stays.
+// Rounds to the nearest, ties to even; NaN stays.
 Narrow narrowed(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
@@ -12,7 +12,7 @@ Narrow narrowed(float value) {
 
 struct MatrixUnit {};
 
-// Blocks of A: summand k of row r is in[r * row + k * next].
+// Writes blocks of A: summand k of row r is in[r * row + k * next].
 void blocks_of_a(const float* in, ptrdiff_t row, ptrdiff_t next, int64_t rows, int64_t depth, Narrow* out) {
   const int64_t deep = blocks_of_32(depth);
   for (int64_t r = 0; r < rows; ++r)
@@ -42,7 +42,7 @@ float as_float(uint32_t bits) {
   return value;
 }
 
-// Two numbers that lie side by side: the first is the lower half on the little-endian machines that there are.
+// Returns two neighbouring numbers: the first is the lower half, on little-endian machines.
 uint32_t pair_at(const Narrow* at) {
   uint32_t pair;
   __builtin_memcpy(&pair, at, sizeof(pair));

@@ -1,4 +1,4 @@
-// Which compiled form of the class pass this CPU runs. The arithmetic is in class_pass_kernels.cpp.
+// Choice of the compiled form of the class pass for this CPU. The arithmetic is in class_pass_kernels.cpp.
 #include "softmax/class_pass.hpp"
 
 #include "machine/isa.hpp"

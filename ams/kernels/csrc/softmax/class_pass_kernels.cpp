@@ -17,7 +17,7 @@ constexpr int kLanes = 8, kTileRows = 6;
 constexpr int kLanes = 4, kTileRows = 6;
 #endif
 #if defined(GEARTRAIN_BFLOAT16_PRODUCTS)
-constexpr int64_t kPanel = 32;  // what products are written in
+constexpr int64_t kPanel = 32;  // columns of one panel of the products
 #else
 constexpr int64_t kPanel = 2 * kLanes;  // columns of one packed panel: kTileRows x 2 vectors fill the registers
 #endif
@@ -26,10 +26,10 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Unaligned __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(float))));
 
-constexpr int64_t kSamples = 256;    // samples worked on at a time
-constexpr int64_t kTileFloats = 192 * 128;  // about a tile's unit rows
+constexpr int64_t kSamples = 256;    // samples processed at a time
+constexpr int64_t kTileFloats = 192 * 128;  // approximate size of a tile's unit rows
 constexpr int64_t kMostRows = 192;  // of a tile
-constexpr int64_t kSkew = 16;        // floats that keep the rows of a tile from sharing cache sets
+constexpr int64_t kSkew = 16;        // floats between rows of a tile, so that they do not share cache sets
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -78,7 +78,7 @@ int64_t tile_rows_for(int64_t dim) {
   return least(kMostRows, most(kFewestRows, kTileFloats / stride_of(dim) / kRowStep * kRowStep + kRowStep));
 }
 
-// What a tile needs in a core's cache.
+// Arrays of a tile, in a core's cache.
 struct Tile {
   Tile(int64_t dim, float* scratch)
       : rows(tile_rows_for(dim)), stride(stride_of(dim)), products(rows, dim, scratch) {
@@ -141,8 +141,7 @@ void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sa
   tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
 }
 
-// Leaves each sample the largest logit of a class, the first of equal ones; those of its other centers become
-// -infinity.
+// Keeps for each sample the largest logit of a class, the first of equal ones; its other centers become -infinity.
 void choose_centers(Tile& tile, int64_t count, int64_t samples, int64_t centers) {
   const Vector none = Vector{} - __builtin_inff();
   for (int64_t r = 0; r < count; r += centers)
@@ -163,7 +162,7 @@ void choose_centers(Tile& tile, int64_t count, int64_t samples, int64_t centers)
     }
 }
 
-// Which of the values at intervals of `stride` is the largest, the first of equal ones.
+// Returns the index of the largest value at intervals of `stride`, the first of equal ones.
 int64_t largest_of(const float* values, ptrdiff_t stride, int64_t count) {
   int64_t largest = 0;
   for (int64_t k = 1; k < count; ++k)
@@ -181,7 +180,7 @@ void add_offsets(Tile& tile, int64_t count, int64_t samples, const float* offset
   }
 }
 
-// 2^offset of row r.
+// Returns 2^offset of row r.
 float row_weight(const float* offsets, int64_t r) { return offsets == nullptr ? 1.0f : exp2(Vector{} + offsets[r])[0]; }
 
 void add_rows(const Tile& tile, int64_t count, int64_t dim, const float* offsets, double* sum) {
@@ -202,7 +201,7 @@ void add_common(const Tile& tile, int64_t count, int64_t dim, const float* offse
 
 const float* from(const float* offsets, int64_t first) { return offsets == nullptr ? nullptr : offsets + first; }
 
-// The largest of the tile's logits of kLanes samples.
+// Returns the largest of the tile's logits of kLanes samples.
 Vector largest_logits(const Tile& tile, int64_t count, int64_t at) {
   Vector highest = load(tile.logits + at);
   for (int64_t r = 1; r < count; ++r) {
@@ -246,8 +245,8 @@ struct NextRows {
   int64_t dim;
 };
 
-// tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. The rows of the next tile travel into
-// the cache meanwhile.
+// tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. Meanwhile prefetches the next tile's
+// rows.
 template <class Change>
 void fill_logits(Tile& tile, int64_t count, const float* values, ptrdiff_t stride, int64_t samples, NextRows next, Change change) {
   for (int64_t r = 0; r < count; ++r) {
@@ -277,7 +276,7 @@ void exponentiate(Tile& tile, int64_t count, const float* logits, ptrdiff_t stri
   for (int64_t i = 0; sum != nullptr && i < samples; ++i) sum[i] += static_cast<double>(sums[i]);
 }
 
-// tile.logits[r, b] = exponentials[r, b] * 2^-log_sum[b], by its root twice: itself it may be too small for a float.
+// tile.logits[r, b] = exponentials[r, b] * 2^-log_sum[b], by its root twice: the factor itself may underflow.
 void weigh(Tile& tile, int64_t count, const float* exponentials, ptrdiff_t stride, const float* log_sum, int64_t samples,
            NextRows next) {
   alignas(64) float roots[kSamples] = {};
@@ -296,7 +295,7 @@ void keep(const Tile& tile, const ForwardChunk& chunk, int64_t first, int64_t co
 void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch) {
   Tile tile(batch.dim, scratch);
   const int64_t dim = batch.dim, centers = batch.centers, most = tile.rows / centers * centers;
-  uint8_t own[kSamples] = {};  // which center of its own class each sample has chosen, if that is in the tile
+  uint8_t own[kSamples] = {};  // center of its own class that each sample has chosen, if it is in the tile
   for (int64_t first = 0; first < chunk.num_rows; first += most) {
     const int64_t count = least(most, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
@@ -308,7 +307,7 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
       make_logits(batch, tile, count, sample, samples);
       if (centers > 1) choose_centers(tile, count, samples, centers);
       const bool keeps = chunk.kept != nullptr, shifts = chunk.shift != nullptr;
-      // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
+      // Targets are in no sum, so they must not raise the shift: the others might underflow.
       for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
         float* const logits = tile.logits + row * kLogitStride + b - sample;
         const int64_t center = largest_of(logits, kLogitStride, centers);
@@ -391,7 +390,7 @@ GradientSums gradient(const PackedBatch& batch, const GradientChunk& chunk, floa
         tile.logits[(row + own[b - sample]) * kLogitStride + b - sample] = Products::kRounds ? 0.0f : chunk.target_weight[b];
       });
       tile.products.gradients(batch, tile.logits, kLogitStride, count, sample, samples, tile.gradient, tile.stride, sample > 0);
-      // The targets' part is the largest by far, and most of it goes with the direction of the row: it is not rounded.
+      // The targets' part is the largest by far, and mostly along the row: it is not rounded.
       if (Products::kRounds)
         for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
           for (int64_t d = 0; d < dim; ++d)

@@ -1,7 +1,7 @@
-// Part of class_pass_kernels.cpp: its three products of bfloat16 operands with sums in float32: by the matrix unit
-// (AMX) of a Xeon, or by plain C++ that gives the same to the rounding of sums.
+// Part of class_pass_kernels.cpp: its three products, of bfloat16 operands with sums in float32: by the matrix unit
+// (AMX) of a Xeon, or by plain C++ with the same result up to the rounding of sums.
 //
-// The unit multiplies blocks of 1 KiB that lie in one piece:  C[16, 16] += A[16, 32] * B[32, 16].
+// The unit multiplies contiguous blocks of 1 KiB:  C[16, 16] += A[16, 32] * B[32, 16].
 // A block of A is its 16 rows; one of B is 16 rows, too, of pairs: row p holds B[2p, j], B[2p + 1, j] for j = 0 .. 15.
 // Blocks are in the order [16 rows or columns][32 summands]. Rows, columns and summands are padded to 32, summands with
 // zeros.
@@ -41,10 +41,10 @@ void product(int64_t rows, int64_t columns, int64_t deep, const Narrow* a, const
     }
 }
 
-// In floats, whose memory holds twice as many numbers.
+// Size in floats, each of which holds two numbers.
 int64_t packed_size(int64_t depth, int64_t width) { return blocks_of_32(depth) * blocks_of_32(width) * kBlock; }
 
-// Blocks of B: out = scale * in[k, j], k the summands.
+// Writes blocks of B: out = scale * in[k, j], k the summands.
 void pack(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
           float* out) {
   Narrow* narrow = reinterpret_cast<Narrow*>(out);
@@ -55,7 +55,7 @@ void pack(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride,
           j < width && k < depth ? narrowed(scale * in[k * depth_stride + j * width_stride]) : Narrow{0};
 }
 
-// The operands of one tile's products, as blocks.
+// Operands of one tile's products, as blocks.
 struct Products {
   static constexpr bool kRounds = true;
 

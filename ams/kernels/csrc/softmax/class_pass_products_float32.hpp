@@ -2,8 +2,8 @@
 // strides, so that nothing is transposed, and only the batch is packed, once a step.
 #pragma once
 
-constexpr int64_t kDepth = 256;  // products over more than this are done in pieces: a panel piece is 16 KiB
-constexpr int64_t kRowStep = 12, kFewestRows = 48;  // tiles have a multiple of so many rows: whole product tiles
+constexpr int64_t kDepth = 256;  // longer sums are computed in pieces: a panel piece is 16 KiB
+constexpr int64_t kRowStep = 12, kFewestRows = 48;  // tiles have a multiple of this many rows: whole product tiles
 
 // C[0..M, 0..columns] (= or +=) A[M, depth] * B[depth, kPanel]
 template <int M>
@@ -85,7 +85,7 @@ void pack(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride,
         *out++ = j < width ? scale * in[k * depth_stride + j * width_stride] : 0.0f;
 }
 
-// What the products of one tile need beside its arrays: nothing.
+// The products of one tile need no memory beside its arrays.
 struct Products {
   static constexpr bool kRounds = false;
 

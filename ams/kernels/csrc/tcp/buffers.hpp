@@ -34,8 +34,8 @@ class Buffer {
 // Thread-safe.
 class BufferPool {
  public:
-  BufferPool() { kept_.reserve(kMostKept); }  // who gives back is not to need memory
-  // Returns a buffer of at least so many bytes. Throws std::bad_alloc.
+  BufferPool() { kept_.reserve(kMostKept); }  // so that a release needs no memory
+  // Returns a buffer of at least `bytes`. Throws std::bad_alloc.
   Buffer take(size_t bytes) {
     {
       const std::lock_guard lock(mutex_);

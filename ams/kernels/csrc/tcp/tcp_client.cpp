@@ -23,14 +23,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
-constexpr size_t kLeastAttached = size_t{64} << 10;  // below it is copied: that takes less than a system call
-constexpr Clock::duration kLongestSilence = std::chrono::seconds(30);  // of a shard that takes no bytes of a request
+constexpr size_t kLeastAttached = size_t{64} << 10;  // less is copied: that is faster than a system call
+constexpr Clock::duration kLongestSilence = std::chrono::seconds(30);  // of a shard that receives no bytes of a request
 
 int64_t millis_until(Clock::time_point time) {
   return std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(time - Clock::now()).count());
 }
 
-// A call that waits for its reply. Shared with whoever reads it.
+// Call that waits for its reply. Shared with the reading thread.
 struct Pending {
   uint64_t number = 0;
   size_t most_reply_bytes = 0, reply_bytes = 0;
@@ -38,7 +38,7 @@ struct Pending {
   bool is_done = false;
 };
 
-// No thread reads: one of those who wait for replies does, for all of them.
+// Has no thread that reads: one of the callers that wait for replies reads for all of them.
 class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
  public:
   Tcp(ByteStream stream, const TcpLimits& limits) : limits_(limits), stream_(std::move(stream)) {}
@@ -73,10 +73,10 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
   size_t in_flight_bytes_ = 0;
   bool is_read_ = false;
-  // Of who reads.
+  // Used by the reading thread.
   std::array<char, sizeof(FrameHeader)> header_;
   size_t header_bytes_ = 0, body_bytes_ = 0, body_left_ = 0;
-  std::shared_ptr<Pending> reading_;  // null: of a call that was given up
+  std::shared_ptr<Pending> reading_;  // null: the call of this frame was abandoned
 };
 
 class TcpCall : public Connection::Call {
@@ -109,7 +109,7 @@ class TcpCall : public Connection::Call {
   const std::shared_ptr<Tcp> tcp_;
   Buffer request_;
   const size_t request_bytes_;
-  std::vector<std::span<const char>> pieces_;  // of the frame, up to where the last begins
+  std::vector<std::span<const char>> pieces_;  // of the frame, up to the start of the last rows
   size_t begun_ = 0;
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
 };
@@ -160,16 +160,16 @@ void Tcp::send(const std::shared_ptr<Pending>& pending, std::span<const std::spa
   require_there();
   try {
     for (const auto& piece : frame) write(piece, deadline, look);
-  } catch (const std::runtime_error&) {  // what the shard has of the frame cannot be taken back
+  } catch (const std::runtime_error&) {  // the part of the frame that was sent cannot be taken back
     close();
     require_there();
-  } catch (...) {  // of the look
+  } catch (...) {  // thrown by the look
     close();
     throw;
   }
 }
 
-// While the shard takes nothing, replies are read: it may be that it sends, and waits for that.
+// While the shard receives nothing, replies are read: it may be sending, and waiting for that.
 void Tcp::write(std::span<const char> bytes, SteadyTime deadline, const std::function<bool()>& look) {
   auto silent_since = Clock::now(), next_look = silent_since + kLookInterval;
   for (size_t done = 0; done < bytes.size();) {
@@ -195,7 +195,7 @@ void Tcp::write(std::span<const char> bytes, SteadyTime deadline, const std::fun
   }
 }
 
-// By who has set is_read_. What cannot be read ends the connection.
+// Called by the thread that has set is_read_. Unreadable input ends the connection.
 void Tcp::read_for_all(int millis) {
   try {
     read(millis);
@@ -216,7 +216,7 @@ bool Tcp::wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, con
       if (pending->is_done) return true;
       require_there();
       const bool is_late = Clock::now() >= deadline;
-      if (is_late && !stream_.wait(false, 0)) return false;  // what has come is read, though it is asked for late
+      if (is_late && !stream_.wait(false, 0)) return false;  // input that has arrived is read, even after the deadline
       is_reader = !std::exchange(is_read_, true);
       if (!is_reader) changed_.wait_until(lock, is_late ? next_look : std::min(deadline, next_look));
     }
@@ -228,7 +228,7 @@ bool Tcp::wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, con
   }
 }
 
-// By the reader alone: what has come, up to the end of a frame; waits so many milliseconds for the first of it. Throws.
+// Called by the reading thread: reads input up to the end of a frame, and waits up to `millis` for its start. Throws.
 void Tcp::read(int millis) {
   std::array<char, size_t{64} << 10> dropped;
   bool has_waited = false;

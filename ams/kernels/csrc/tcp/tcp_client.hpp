@@ -11,8 +11,8 @@ namespace geartrain {
 
 struct TcpLimits {
   size_t most_frame_bytes = kMostCallBytes;
-  size_t most_in_flight_bytes = size_t{1} << 30;  // unless it is one call
-  size_t most_records = Tls::kMostRecords;        // under one key
+  size_t most_in_flight_bytes = size_t{1} << 30;  // a single call may be larger
+  size_t most_records = Tls::kMostRecords;        // with one key
 };
 
 // Connects to the shard that listens at `host` (a name or an address) and has offered `secret`; `uses_tls`: encrypted,

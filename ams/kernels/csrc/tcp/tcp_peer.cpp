@@ -12,9 +12,9 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostTurnBytes = size_t{1} << 20;  // read or sent in one turn: the other clients wait
+constexpr size_t kMostTurnBytes = size_t{1} << 20;  // read or sent in one turn, while other clients wait
 
-// A reply in memory of its own, which goes to the client's outbox.
+// Reply in its own memory, which goes to the client's outbox.
 class OwnReply : public ReplyPlace {
  public:
   explicit OwnReply(std::shared_ptr<Outbox> outbox) : outbox_(std::move(outbox)) {}
@@ -48,9 +48,8 @@ class OwnReply : public ReplyPlace {
   bool is_answered_ = false;
 };
 
-constexpr size_t kSmallRequest = size_t{64} << 10;  // does not wait for large ones, and is done whether its caller has gone or not
-// Of the time that a caller waits, the share after which it is told that the shard is busy; and after which it is told
-// at the latest.
+constexpr size_t kSmallRequest = size_t{64} << 10;  // waits for no large ones, and is performed even if its caller has gone
+// Share of the caller's time limit, and longest time, after which it is told that the shard is busy.
 constexpr double kPatienceShare = 0.5, kMostPatienceSeconds = 10;
 
 thread_local const Outbox* about_to_be_flushed = nullptr;
@@ -131,7 +130,7 @@ TcpPeer::~TcpPeer() {
 
 void TcpPeer::give_back_frame() {
   FrameMemory& memory = outbox_->memory();
-  // Of the server's thread alone; a peer that was never served may end on another.
+  // Used by the server's thread alone; a peer that was never served may end on another.
   if (counted_ != 0) memory.received -= std::exchange(counted_, 0);
   memory.give_back(std::move(frame_));
 }
@@ -202,7 +201,7 @@ bool TcpPeer::is_slow(bool of_requests, Clock::time_point now, Clock::duration p
   const double share = std::chrono::duration<double>(passed) / std::chrono::duration<double>(patience);
   const bool is_slow = static_cast<double>(window_moved_) < static_cast<double>(claim) * share;
   forgive();
-  // That what has come of a request was not read yet is not its fault, unless that is for its replies.
+  // Unread input of a request is not its fault, unless its outbox is full.
   return is_slow && (counted_ == 0 || is_full() || !stream_.wait(false, 0));
 }
 
@@ -236,7 +235,7 @@ void TcpPeer::end_wait() {
   if (std::exchange(waits_until_, std::nullopt)) --outbox_->memory().num_waiting;
 }
 
-// What there is no memory for is refused once it was read past.
+// A request without memory for it is skipped, then refused.
 void TcpPeer::take_memory() {
   FrameMemory& memory = outbox_->memory();
   try {

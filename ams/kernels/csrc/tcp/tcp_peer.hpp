@@ -128,14 +128,14 @@ class TcpPeer {
   const std::string host_;
   const std::shared_ptr<Outbox> outbox_;
   std::optional<Clock::time_point> window_began_;
-  size_t window_moved_ = 0;  // bytes, since then
+  size_t window_moved_ = 0;  // bytes moved since then
   Clock::time_point moved_at_ = Clock::now();
   std::array<char, sizeof(FrameHeader)> header_bytes_of_;
   size_t header_bytes_ = 0;
   FrameHeader header_;
   size_t body_got_ = 0;
-  Buffer frame_;  // none: there is no memory for it, and it is read past
-  size_t counted_ = 0;  // of it in FrameMemory::received
+  Buffer frame_;  // none: there is no memory for it, and it is skipped
+  size_t counted_ = 0;  // its bytes in FrameMemory::received
   std::optional<Clock::time_point> waits_until_;
   Fault refusal_{"Busy", ""};
   std::shared_ptr<ServedCall> held_;  // of frame_

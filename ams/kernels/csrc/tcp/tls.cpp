@@ -28,8 +28,8 @@ namespace {
 using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_bytes, ssl_session_st**);
 
-// What is used of libssl.so.3 and of libcrypto.so.3, which it brings: the interface of every OpenSSL 3 (its SONAME
-// promises that).
+// Functions used of libssl.so.3 and of libcrypto.so.3, which it loads: the interface of every OpenSSL 3, as its SONAME
+// promises.
 #define GEARTRAIN_OF_OPENSSL(f)                                                         \
   f(int, OPENSSL_init_ssl, (uint64_t, const void*))                                     \
   f(const ssl_method_st*, TLS_method, ())                                               \
@@ -83,17 +83,17 @@ constexpr int kSetMode = 33, kSetReadAhead = 41, kSetSessionCache = 44, kSetGrou
 constexpr long kTls13 = 0x0304;
 constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
 constexpr size_t kNameBytes = kSecretBytes / 2;
-constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and as it is sent
+constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and encrypted
 constexpr size_t kMostAtOnce = 4 * kRecordBytes, kMostUnsent = 2 * kMostAtOnce;
-constexpr size_t kMostKept = 2 * kRecordBytes;  // of what was sent, for the next
+constexpr size_t kMostKept = 2 * kRecordBytes;  // output buffer kept for the next write
 constexpr int kMostReads = 2;
-constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // what comes at once, and how OpenSSL aligns it
+constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // input of one read, with OpenSSL's alignment
 
 struct OpenSsl {
 #define GEARTRAIN_DECLARE(result, name, arguments) result(*name) arguments;
   GEARTRAIN_OF_OPENSSL(GEARTRAIN_DECLARE)
-  ssl_ctx_st* context;    // these two are kept for ever
-  bio_method_st* socket;  // as OpenSSL's own, but that a connection which has ended raises no SIGPIPE
+  ssl_ctx_st* context;    // never freed, nor is `socket`
+  bio_method_st* socket;  // as OpenSSL's own, but writing to a closed connection raises no SIGPIPE
 
   OpenSsl();
 };
@@ -119,7 +119,7 @@ ssl_session_st* session_of(ssl_st* ssl, const std::string& secret) {
 
 }  // namespace
 
-// Called by OpenSSL, which knows no exceptions.
+// Called by OpenSSL, which does not support exceptions.
 struct TlsCallbacks {
   static int use_session(ssl_st* ssl, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st** session) noexcept {
     const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
@@ -127,7 +127,7 @@ struct TlsCallbacks {
     *name_bytes = kNameBytes;
     return (*session = session_of(ssl, tls.secret_)) != nullptr;
   }
-  // 1 without a session: there is none of that name.
+  // 1 without a session: the name is unknown.
   static int find_session(ssl_st* ssl, const unsigned char* name, size_t name_bytes, ssl_session_st** session) noexcept {
     *session = nullptr;
     const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
@@ -142,7 +142,7 @@ struct TlsCallbacks {
   static int write(bio_st* bio, const char* from, int bytes) noexcept {
     auto& out = static_cast<Tls*>(openssl().BIO_get_data(bio))->out_;
     try {
-      if (out.size() > kMostUnsent) return -1;  // answers that the other end asks for without end, and does not take
+      if (out.size() > kMostUnsent) return -1;  // the peer requests answers without end, and does not receive them
       out.insert(out.end(), from, from + bytes);
       return bytes;
     } catch (...) {
@@ -179,7 +179,7 @@ OpenSsl::OpenSsl() {
   };
 #define GEARTRAIN_LOAD(result, name, arguments) name = reinterpret_cast<result(*) arguments>(found(#name));
   GEARTRAIN_OF_OPENSSL(GEARTRAIN_LOAD)
-  // Who ends the process may do so while threads of ours are at work.
+  // The process may end while our threads still use OpenSSL.
   OPENSSL_init_ssl(kNoAtExit, nullptr);
   context = SSL_CTX_new(TLS_method());
   socket = BIO_meth_new(0x0400, "geartrain");  // a source and sink
@@ -190,7 +190,7 @@ OpenSsl::OpenSsl() {
                        SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_num_tickets(context, 0) == 1;
   if (!is_good) throw Fault("ConfigError", "OpenSSL of this system cannot do TLS 1.3 with AES-128-GCM: its configuration may forbid that");
   char groups[] = "X25519:P-256";
-  SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // or what the system prefers
+  SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // if it fails, the system's preference applies
   SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
   SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
   SSL_CTX_ctrl(context, kSetMode, kReleaseBuffers, nullptr);  // most connections are idle most of the time
@@ -208,7 +208,7 @@ void Tls::load() { openssl(); }
 std::unique_ptr<Tls> Tls::client(int socket, std::string secret, size_t most_records) {
   std::unique_ptr<Tls> made(new Tls(socket, std::move(secret), nullptr, most_records));
   openssl().SSL_set_connect_state(made->ssl_);
-  openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // nobody is trusted for a certificate
+  openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // no certificate is accepted
   return made;
 }
 
@@ -233,12 +233,12 @@ Tls::Tls(int socket, std::string secret, Find find, size_t most_records)
   o.SSL_set_bio(ssl_, bio, bio);
 }
 
-// A forked child leaves it: a thread of its parent may have been at work on it.
+// Not freed in a forked child: a thread of its parent may have been using it.
 Tls::~Tls() {
   if (generation_ == fork_generation()) openssl().SSL_free(ssl_);
 }
 
-// Of a call of OpenSSL: whether it is done, or more has to come for it. Throws.
+// Returns whether a call of OpenSSL is done; false: it needs more input. Throws.
 bool Tls::is_done(int result) {
   const bool is_waiting = std::exchange(is_waiting_, false);
   if (result == 1 || is_waiting) return result == 1;
@@ -248,7 +248,7 @@ bool Tls::is_done(int result) {
   throw std::runtime_error(reason == nullptr ? "the connection has ended" : std::string("TLS: ") + reason);
 }
 
-// An error number, or 0. Who reads may leave it to the next call: what has come before is good.
+// Returns an error number, or 0. A reader may leave an error to the next call: earlier input is valid.
 int Tls::flush() {
   while (sent_ < out_.size()) {
     const auto bytes = send(socket_, out_.data() + sent_, out_.size() - sent_, MSG_NOSIGNAL);
@@ -281,7 +281,7 @@ size_t Tls::read(char* to, size_t most_bytes) {
   reads_left_ = kMostReads;
   const int result = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
   has_buffered_ = result == 1 && o.SSL_has_pending(ssl_) == 1;
-  flush();  // it may have asked for an answer
+  flush();  // the input may have requested an answer
   return is_done(result) ? bytes : 0;
 }
 

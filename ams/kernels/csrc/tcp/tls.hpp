@@ -53,14 +53,14 @@ class Tls {
   int flush();
 
   const int socket_;
-  const std::string secret_;  // of a client
-  const Find find_;           // of a server
+  const std::string secret_;  // client's
+  const Find find_;           // server's
   const size_t most_records_;
   const uint64_t generation_;
   std::mutex mutex_;
   ssl_st* ssl_;
-  bool is_waiting_ = false;  // OpenSSL wanted to read, and nothing had come
-  int reads_left_ = 0;       // of the socket in this call, of which OpenSSL sees no end while what comes is for it alone
+  bool is_waiting_ = false;  // OpenSSL wanted input, and there was none
+  int reads_left_ = 0;       // bounds the reads of one call: a peer could send only records that OpenSSL keeps to itself
   size_t num_records_ = 0;   // encrypted
   // Encrypted bytes to be sent, several records at once: a system call takes longer than a record does. The number of
   // their plain bytes, and how many of those write() has reported as written.

@@ -10,12 +10,12 @@
 namespace geartrain {
 namespace {
 
-// Above what a caller may choose, and above what the scheduler was known to have given out: what it may have given out
-// since.
+// Incarnations that the scheduler may have assigned since its last known one, which are above those that callers may
+// choose.
 constexpr int64_t kGivenSince = int64_t{1} << 32;
 constexpr const char* kBeginAnew = "begin the job anew: cluster.fence(job, incarnation)";
 
-// Calls visit(job) for each job that a stream belongs to, from the widest on.
+// Calls visit(job) for each job that a stream belongs to, from the widest.
 template <class Visit>
 void for_each_job(std::string_view stream, const Visit& visit) {
   for (size_t end = stream.find('/'); end != stream.npos; end = stream.find('/', end + 1)) visit(stream.substr(0, end));
@@ -81,7 +81,7 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   std::map<int64_t, Applied> mark;
   mark.try_emplace(sequence);
   Waiting first{.completions = {}, .mark = mark.extract(mark.begin())};
-  stream.tables.reserve(stream.tables.size() + stream.waiting.size() + 1);  // of which `applied` takes one
+  stream.tables.reserve(stream.tables.size() + stream.waiting.size() + 1);  // `applied` uses one of these
   first.completions.push_back(std::move(completion));
   stream.waiting.emplace(sequence, std::move(first));
   streams_.hold(entry);
@@ -105,7 +105,7 @@ void CompletedWrites::failed(const CallContext& context, const Fault& fault) {
   Outcome outcome;
   try {
     outcome = fault;
-  } catch (const std::bad_alloc&) {  // for a copy
+  } catch (const std::bad_alloc&) {  // no memory for a copy
     outcome = Fault("OutOfMemory", "out of memory");
   }
   for (const Completion& completion : taken(waiting_stream(context), context.sequence).completions) completion(outcome);
@@ -170,7 +170,7 @@ void CompletedWrites::restore(const std::string& name, StreamWrites marked, cons
   int64_t begun = 0;
   for_each_job(name, [&](std::string_view job) { begun = std::max(begun, number_of(forgotten_, job)); });
   if (begun != 0) marked.incarnation = std::min(marked.incarnation, begun);
-  if (forgotten_streams_.find(name) != nullptr) return;  // it may have written since
+  if (forgotten_streams_.find(name) != nullptr) return;  // it may have written since then
   Streams::Entry* const entry = streams_.find(name);
   Stream& stream = (entry != nullptr ? *entry : begin(name)).value;
   stream.incarnation = std::max(stream.incarnation, marked.incarnation);
@@ -202,7 +202,7 @@ CompletedWrites::Streams::Entry& CompletedWrites::current(const CallContext& con
   return entry;
 }
 
-// Makes a stream; where there are too many, forgets the one that has not written for the longest.
+// Adds a stream; if there are too many, forgets the one that has not written for longest.
 CompletedWrites::Streams::Entry& CompletedWrites::begin(const std::string& name) {
   if (streams_.size() >= max_streams_) {
     if (Streams::Entry* idle = streams_.oldest(); idle != nullptr) {
@@ -220,7 +220,7 @@ CompletedWrites::Streams::Entry& CompletedWrites::waiting_stream(const CallConte
   return *entry;
 }
 
-// Those who wait for a write, who are told outside of what is kept here.
+// Removes and returns the callers that wait for a write; they are notified only after this state is updated.
 CompletedWrites::Waiting CompletedWrites::taken(Streams::Entry& entry, int64_t sequence) {
   auto node = entry.value.waiting.extract(sequence);
   if (entry.value.waiting.empty()) streams_.release(entry);

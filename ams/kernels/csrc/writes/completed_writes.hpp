@@ -1,9 +1,8 @@
 // Deduplication of writes: a shard recognises repeated writes, and applies each once (RIFL, section 3).
 //
 // The key is (stream, sequence), not the process. A completed write is forgotten when the client acknowledges its
-// reply, and when a fence restarts the job. Two processes that write as one stream are told apart here, too: the one
-// with the lower incarnation was superseded, and is refused (StaleClient). Snapshots store this as *dedup state*:
-// freeze/dedup.py.
+// reply, and when a fence restarts the job. If two processes write as one stream, the one with the lower incarnation
+// was superseded, and is refused (StaleClient). Snapshots store this as *dedup state*: freeze/dedup.py.
 #pragma once
 
 #include <algorithm>
@@ -94,7 +93,7 @@ class CompletedWrites {
   // State of each stream that wrote to one of `tables`, with its writes to them.
   std::vector<HeldStream> streams(const std::vector<std::string>& tables) const;
   // Merges a state from `streams` into a stream that wrote to `tables`: the higher incarnation holds. If the job has
-  // gone back under a lower incarnation than `marked` has, the numbers are another cluster's: they fence off nobody
+  // gone back under a lower incarnation than `marked` has, the numbers are another cluster's: they fence off no stream
   // here, and are forgotten when the job goes back again. Acknowledgements from before the stream was forgotten here do
   // not apply to later numbers. Numbers out of range are skipped.
   void restore(const std::string& name, StreamWrites marked, const std::vector<std::string>& tables);
@@ -118,10 +117,10 @@ class CompletedWrites {
   struct Stream {
     int64_t incarnation = 0;
     int64_t oldest_unacknowledged = 0;
-    int64_t acknowledged_by = 0;  // incarnation that said so
+    int64_t acknowledged_by = 0;  // incarnation that acknowledged them
     std::map<int64_t, Applied> done;
     std::map<int64_t, Waiting> waiting;
-    std::vector<std::shared_ptr<const Table>> tables;  // that it ever wrote to, by address; dropped ones may be among them
+    std::vector<std::shared_ptr<const Table>> tables;  // tables ever written to, by address; some may be dropped
   };
   using Streams = RecencyMap<Stream>;
 

@@ -8,8 +8,8 @@
 
 namespace geartrain {
 
-// The clock is read before the mutex is taken, never under it: that of a test waits for the interpreter lock, which
-// somebody who waits for the mutex may hold. So another thread may have seen a later time meanwhile.
+// The clock is read before the mutex is locked, never under it: a test's clock waits for the interpreter lock, whose
+// holder may wait for the mutex. So another thread may have seen a later time meanwhile.
 
 Lease::Lease(int64_t shard, double seconds, Clock clock)
     : shard_(shard), seconds_(seconds), clock_(std::move(clock)), ran_(clock_()), began_(ran_) {}
@@ -32,7 +32,7 @@ void Lease::confirm(double began) {
   const std::lock_guard lock(mutex_);
   look(now);
   began_ = std::max(began_, began);
-  // An answer from before a stop may wait in the socket: it is no newer for that.
+  // An answer from before a stop may have waited in the socket: its age counts from when its request was sent.
   if (!is_revoked_ && ran_ <= began_ + seconds_) refusal_.reset();
 }
 

@@ -30,8 +30,8 @@ double sum_of_samples(const std::vector<const RankWrite*>& writes) {
   return total;
 }
 
-// sums[places[i]] += gradients[i] * factor in order of i. A place that is new is the next one, from `next` on, and
-// begins with it.
+// sums[places[i]] += gradients[i] * factor in order of i. New places are numbered from `next` on; their sums start with
+// the first gradient.
 int64_t add_weighted(float* sums, const int64_t* places, int64_t next, const PushRequest& push, float factor) {
   const size_t width = static_cast<size_t>(push.dim), row_bytes = width * item_bytes(push.dtype);
   const auto load = kernels().load[static_cast<int>(push.dtype)];
@@ -87,7 +87,7 @@ Fingerprint fingerprint_of(const RankWrite& write) {
     add(told, name);
     add(told, value);
   }
-  if (push.batch.step) add(told, static_cast<uint64_t>(*push.batch.step));  // not the time: a rank that begins anew has another
+  if (push.batch.step) add(told, static_cast<uint64_t>(*push.batch.step));  // not the time: a restarted rank has another
   Fingerprint begin = murmur3(told.data(), told.size());
   if (write.hosted != nullptr) return write.hosted->fingerprint(begin);
   if (push.batch.occurrences != nullptr)
@@ -142,7 +142,7 @@ JointPush joint_push(const std::vector<const RankWrite*>& writes, bool counts_oc
   }
   joint.push.batch.occurrences = counts_occurrences ? joint.occurrences.data() : nullptr;
   for (const RankWrite* write : writes) {
-    joint.push.batch.step = std::max(joint.push.batch.step, write->push.batch.step);  // none is before all others
+    joint.push.batch.step = std::max(joint.push.batch.step, write->push.batch.step);  // no step is less than any step
     joint.push.batch.unix_seconds = std::max(joint.push.batch.unix_seconds, write->push.batch.unix_seconds);
   }
   return joint;

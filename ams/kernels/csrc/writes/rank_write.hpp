@@ -23,9 +23,9 @@ class HostedWrite {
 
 // Gradients, or the inputs of a hosted model.
 struct RankWrite {
-  PushRequest push;                           // its `group` is given; without arrays where `hosted` is given
+  PushRequest push;                           // has a `group`; without arrays if `hosted` is set
   std::shared_ptr<const HostedWrite> hosted;  // or null
-  std::shared_ptr<const void> arrays;         // what keeps those of `push` alive; null: its caller does
+  std::shared_ptr<const void> arrays;         // keeps the arrays of `push` alive; null: the caller does
 };
 
 // Bytes of its arrays.
@@ -40,12 +40,12 @@ Fingerprint fingerprint_of(const RankWrite& write);
 // Whether hosted models make the gradients of all ranks. Throws the Fault StepMismatch if only of some.
 bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& writes);
 
-// Push equal to those of all ranks.
+// The joint push, equal to those of all ranks together.
 struct JointPush {
   std::vector<int64_t> ids;            // [N] distinct
   std::unique_ptr<float[]> gradients;  // [N, D]
-  std::vector<uint32_t> occurrences;   // [N]; none: they are not counted
-  PushRequest push;                    // of those arrays, by the numbers of the first rank
+  std::vector<uint32_t> occurrences;   // [N]; empty: not counted
+  PushRequest push;                    // refers to these arrays; other numbers are those of the first rank
 };
 
 // Joins writes in rank order, all of one width: an id occurs as often as on all ranks together, and step and time are

@@ -14,7 +14,7 @@
 
 namespace geartrain {
 
-// Keyed, so that nobody can make up names that collide.
+// Keyed, so that a client cannot choose names that collide.
 struct NameHash {
   using is_transparent = void;
   size_t operator()(std::string_view name) const { return murmur3(name.data(), name.size(), {hash_seed, hash_seed}).low; }

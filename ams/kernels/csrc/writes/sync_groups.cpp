@@ -9,7 +9,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kPartBytes = 1024;  // what one takes beside its arrays, about
+constexpr size_t kPartBytes = 1024;  // approximate size of a part without its arrays
 
 using Numbers = std::vector<std::pair<std::string, std::optional<double>>>;
 
@@ -21,7 +21,7 @@ const SyncGroup& member_of(const RankWrite& write) { return *write.push.group; }
 
 std::string rank_of(const SyncGroup& member) { return "rank " + std::to_string(member.rank) + " of job " + quoted(member.job); }
 
-// The numbers of the optimizer that a write replaces.
+// Returns the optimizer's numbers that a write replaces.
 Numbers numbers_of(const PushRequest& push) {
   Numbers numbers{{"lr", push.lr}};
   numbers.insert(numbers.end(), push.scalars.begin(), push.scalars.end());
@@ -34,7 +34,7 @@ const std::optional<double>* found_in(const Numbers& numbers, const std::string&
   return nullptr;
 }
 
-// "lr 0.1, momentum that of the table": of `numbers` those that `names` has.
+// Returns text such as "lr 0.1, momentum that of the table": those of `numbers` that `names` holds.
 std::string shown_of(const Numbers& numbers, const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) {
@@ -105,7 +105,7 @@ bool SyncGroups::is_applied(const std::string& table, const RankWrite& write) {
     require_at_step(table, member, its.next_sequence);
     return false;
   }
-  // Another shard, which refused the step, would apply other gradients: the table would hold half of each.
+  // Another shard that refused the step would apply different gradients: the table would hold half of each.
   if (const auto before = its.applied.find(member.rank); before != its.applied.end() && before->second && *before->second != fingerprint_of(write))
     throw Fault("StepMismatch", "step " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
                                     " was applied to table " + quoted(table) + " here with other gradients of rank " +
@@ -126,7 +126,7 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
   Joined joined;
   if (mine != its.waiting.end()) joined.replaced = RefusedPart{mine->second.context, replaced(table, member)};
   if (static_cast<int64_t>(its.waiting.size()) + !joined.replaced == its.world_size) joined.complete = &entry;
-  // The fingerprint and its place now: once the rows have changed, nothing that could fail may come before `complete`.
+  // The fingerprint and its place are made now: once rows have changed, nothing may fail before `complete`.
   Part part{context, write, fingerprint_of(write), kPartBytes + bytes_of(write)};
   if (joined.complete == nullptr) {
     part.room = room_of(part.bytes, its, member.rank);
@@ -141,7 +141,7 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
   return joined;
 }
 
-// Room for a part of a rank that waits, until the last owner lets go of it.
+// Reserves memory for a waiting part of a rank, until its last owner is destroyed.
 std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group, int64_t rank) {
   const size_t most =
       max_waiting_bytes_ != 0 ? max_waiting_bytes_ : std::max(kLeastWaitingBytes, static_cast<size_t>(memory_limit()) / 8);
@@ -156,12 +156,12 @@ std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group
     if (of_group > most)
       throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) + " needs room for " +
                                          say(of_group) + ". Push fewer rows in a step, or add shards");
-    // The step that has waited longest goes on: else parts of many tables, each of which lacks another rank's, would
-    // wait for ever.
+    // The step that has waited longest is admitted: otherwise parts of many tables, each of which lacks another rank's,
+    // would wait for ever.
     if (&groups_.first_held()->value != &group)
       throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
   }
-  *waiting_bytes_ += bytes;  // before: it is taken back if there is no memory for the note
+  *waiting_bytes_ += bytes;  // before the allocation below, which reverts it on failure
   return {nullptr, [sum = waiting_bytes_, bytes](const void*) { *sum -= bytes; }};
 }
 
@@ -236,7 +236,7 @@ std::vector<GroupStep> SyncGroups::steps() const {
 void SyncGroups::restore(const GroupStep& step) {
   const std::string key = key_of(step.table, step.job);
   if (step.next_sequence > kMostChosen || groups_.find(key) != nullptr) return;
-  if (Groups::Entry* past = forgotten_.find(key); past != nullptr) forgotten_.erase(*past);  // the rows are those of this step
+  if (Groups::Entry* past = forgotten_.find(key); past != nullptr) forgotten_.erase(*past);  // rows are now as of this step
   begin({.table = step.table, .job = step.job, .world_size = step.world_size, .next_sequence = step.next_sequence});
 }
 
@@ -276,7 +276,7 @@ SyncGroups::Groups::Entry& SyncGroups::group(const std::string& table, const Syn
   return *known;
 }
 
-// Adds a group as the one that pushed last; where there are too many, forgets the one that has not for the longest.
+// Adds a group as the last used; if there are too many, forgets the one that has not pushed for longest.
 SyncGroups::Groups::Entry& SyncGroups::begin(Group group) {
   if (groups_.size() >= max_groups_) {
     if (Groups::Entry* idle = groups_.oldest(); idle != nullptr) {

@@ -48,7 +48,7 @@ class SyncGroups {
     RankWrite write;
     Fingerprint fingerprint;
     size_t bytes = 0;
-    std::shared_ptr<const void> room = {};  // of the bytes of one that waits, among those of all
+    std::shared_ptr<const void> room = {};  // reserved memory of a waiting part
   };
   using Parts = std::map<int64_t, Part>;  // by rank
   struct Group {
@@ -56,20 +56,20 @@ class SyncGroups {
     int64_t world_size = 0;
     int64_t next_sequence = 0;
     double deadline = 0;
-    std::string stream = {};  // the one that joined last
+    std::string stream = {};  // stream that joined last
     int64_t incarnation = 0;
     Parts waiting = {};
-    // Each rank's part of the last step; none of a rank that has not joined since a restore, nothing of one that joined
-    // first in the step that is gathered now. What `complete` writes into: whoever waits has one.
+    // Each rank's part of the last step; no entry for a rank that has not joined since a restore, an empty one for a
+    // rank that joined first in the current step. `complete` writes here: every waiting rank has an entry.
     std::map<int64_t, std::optional<Fingerprint>> applied = {};
   };
   using Groups = RecencyMap<Group>;
   struct Joined {
     Groups::Entry* complete = nullptr;    // the group, held, if the parts of all ranks are there
-    std::optional<RefusedPart> replaced;  // the part of the same rank that waited, in whose place this one is
+    std::optional<RefusedPart> replaced;  // waiting part of the same rank, which this one replaced
   };
 
-  // `max_waiting_bytes`: what the parts that wait may take; 0: by what the rows of the process may.
+  // `max_waiting_bytes`: memory limit of waiting parts; 0: by the memory limit of the process's rows.
   explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups,
                       size_t max_waiting_bytes = 0);
 
@@ -117,8 +117,8 @@ class SyncGroups {
   const Clock clock_;
   const size_t max_groups_, max_waiting_bytes_;
   std::shared_ptr<size_t> waiting_bytes_ = std::make_shared<size_t>(0);
-  Groups groups_;     // held: those for whose ranks somebody waits, in the order of their deadlines
-  Groups forgotten_;  // without what was applied
+  Groups groups_;     // held: those with a waiting caller, in the order of their deadlines
+  Groups forgotten_;  // without their applied parts
 };
 
 }  // namespace geartrain
