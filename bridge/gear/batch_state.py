@@ -1,6 +1,6 @@
-"""What a gradient batcher knows: gradients by id, who sent them, and what became of them. No clock decides, no I/O.
+"""State of a gradient batcher: gradients by id and source, and their outcomes. It reads no clock and does no I/O.
 
-Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C positions.
+Shapes: N ids of one call, K ids of a batch, S sources, D width, C positions.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class DueBatch:
     """Gradients for one backward pass of the dense part."""
 
     ids: Ids
-    """[K] distinct, the first that became due first."""
+    """[K] distinct, in the order in which they became due."""
     gradients: Floats
     """[K, D] mean or sum, finite."""
     counts: npt.NDArray[np.int64]
-    """[K, S] how many gradients of each source each stands for."""
+    """[K, S] number of gradients of each source for each id."""
     versions: npt.NDArray[np.int64]
-    """[K] the lowest dense version of a feature that one of them is against."""
+    """[K] lowest dense version of a feature among the gradients of each id."""
     lr: float | None
-    """Learning rate of the newest gradient that came with one; None: none did."""
+    """Learning rate of the newest gradient that had one; None: none had one."""
 
 
 class BatchState:
-    """See the head of this file. Not thread-safe.
+    """Gradients by id, waiting or due, and the counts of their outcomes. Not thread-safe.
 
     Memory: (4 D + 8 S + 113) bytes a position.
     """
@@ -51,16 +51,16 @@ class BatchState:
         self.gradients_per_id = gradients_per_id
         self.ids_per_update = ids_per_update
         self.taken: DueBatch | None = None
-        """The batch that is out for a backward pass."""
+        """Batch that was taken for a backward pass; None: none is out."""
         self.last_sequences: dict[str, int] = {}
-        """Of the last add of each source that counted."""
+        """Number of the last counted add of each source."""
         self.sources: dict[str, int] = {}
-        """Their columns."""
+        """Column of each source."""
         self.outcomes: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in OUTCOMES}
-        """Each [S]."""
+        """Counts by outcome, each [S]."""
         self.adds = 0
         self._latest = -np.inf
-        """When the last add came. First times never fall in the order of arrival: see ``not_after``."""
+        """Time of the last add. First times never fall in the order of arrival: see ``not_after``."""
         self._index = PositionLru(_FIRST_CAPACITY)
         self._ids = np.zeros(_FIRST_CAPACITY, np.int64)
         self._sums = np.zeros((_FIRST_CAPACITY, dim), np.float32)
@@ -71,14 +71,14 @@ class BatchState:
         self._first_times = np.zeros(_FIRST_CAPACITY)
         self._is_due = np.zeros(_FIRST_CAPACITY, np.bool_)
         self._is_full = np.zeros(_FIRST_CAPACITY, np.bool_)
-        """Has M gradients and is not due, for want of company."""
+        """Whether a position has M gradients but is not due, as too few ids are full."""
         self._full_gradients = 0
-        """In those."""
+        """Number of gradients at these positions."""
         self._due: list[Positions] = []
         """Positions in the order in which they became due."""
 
     def __len__(self) -> int:
-        """Ids that have gradients which were not taken."""
+        """Return the number of ids with gradients that were not taken."""
         return len(self._index)
 
     def add(
@@ -94,7 +94,7 @@ class BatchState:
         dropped_stale: int,
         non_finite: int,
     ) -> None:
-        """Count gradients of distinct ids [N], [N, D]; those dropped before are counted, too."""
+        """Add gradients [N, D] of distinct ids [N]; gradients that were dropped before are counted, too."""
         if now < self._latest:
             self.not_after(now)
         self._latest = now
@@ -110,7 +110,7 @@ class BatchState:
         if not len(ids):
             return
         positions = self._positions_of(ids, now)
-        with np.errstate(over="ignore", invalid="ignore"):  # beyond float32: found when it is taken
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow of float32 is found when the batch is taken
             self._sums[positions] += gradients
         self._counts[positions, column] += 1
         self._versions[positions] = np.minimum(self._versions[positions], versions)
@@ -122,18 +122,18 @@ class BatchState:
         self._gather(positions[~self._is_due[positions]])
 
     def close(self, ids: Ids) -> None:
-        """Make the batches of these ids due, full or not. Ids without one are left out."""
+        """Make the gradients of these ids due, full or not. Ids without any are ignored."""
         positions = self._index.find(ids, touch=False)
         positions = positions[positions >= 0]
         self._mark_due(positions[~self._is_due[positions]])
 
     def waiting_ids(self, until: float = np.inf) -> Ids:
-        """Ids whose batch is not due, those that waited longest first; ``until``: only what came no later."""
+        """Return ids that are not due, those that waited longest first; ``until``: only ids first seen by then."""
         positions = self._arrived(until)
         return self._ids[positions[~self._is_due[positions] & (self._first_times[positions] <= until)]]
 
     def earliest(self) -> float:
-        """No gradient of a batch that is not due came earlier; infinity where there is none."""
+        """Return the time of the first gradient that is not due; infinity if there is none."""
         _, positions = self._index.oldest(_SCANNED)
         waiting = positions[~self._is_due[positions]]
         if len(waiting):
@@ -141,12 +141,14 @@ class BatchState:
         return np.inf if len(positions) == len(self._index) else float(self._first_times[positions[-1]])
 
     def not_after(self, now: float) -> None:
-        """The clock was set back: nothing came later than it says now."""
+        """Cap all times at ``now``: the clock was set back."""
         np.minimum(self._first_times, now, out=self._first_times)
 
     def pop(self, only: Ids | None = None, *, mean: bool) -> None:
-        """Take the due batches out, ``only`` those of these ids, the first that became so first; there must be none
-        out. One whose sum is beyond float32 is dropped as not finite, whatever its id."""
+        """Take the due gradients, or ``only`` those of some ids, in the order in which they became due.
+
+        No batch may be out. An id whose sum is beyond float32 is dropped as not finite, even if it is not in ``only``.
+        """
         assert self.taken is None
         due = np.concatenate([np.empty(0, np.int64), *self._due])
         self._due = []
@@ -171,7 +173,7 @@ class BatchState:
             self.taken = DueBatch(ids, gradients, counts, self._versions[positions], lr)
 
     def complete(self, failed: Ids) -> None:
-        """The batch that is out was applied, but for the gradients of ``failed`` ids, which are dropped."""
+        """Record that the batch that is out was applied, but for ``failed`` ids, whose gradients are dropped."""
         assert self.taken is not None
         gone = np.isin(self.taken.ids, failed)
         self._move("due", "dropped_failed", self.taken.counts[gone])
@@ -179,7 +181,7 @@ class BatchState:
         self.taken = None
 
     def restore(self, accounts: Mapping[str, GearAccount], sequences: Mapping[str, int]) -> None:
-        """Begin with what sources have been told; there must be none yet."""
+        """Start with earlier counts and numbers of sources; there must be none yet."""
         for source, account in accounts.items():
             column = self._column(source)
             for name in OUTCOMES:
@@ -187,7 +189,7 @@ class BatchState:
         self.last_sequences = dict(sequences)
 
     def account(self, source: str | None) -> GearAccount:
-        """Of one source, or of all together."""
+        """Return the counts of one source, or of all together."""
         if source is None:
             return GearAccount(**{name: int(counts.sum()) for name, counts in self.outcomes.items()})
         column = self.sources.get(source)
@@ -196,7 +198,7 @@ class BatchState:
         return GearAccount(**{name: int(counts[column]) for name, counts in self.outcomes.items()})
 
     def _arrived(self, until: float) -> Positions:
-        """The positions of all that came no later, and perhaps of some that came after. O(their number)."""
+        """Return the positions of all ids first seen by ``until``, and perhaps of some later ones. O(their number)."""
         count = _SCANNED
         while True:
             _, positions = self._index.oldest(count)
@@ -214,7 +216,7 @@ class BatchState:
         return column
 
     def _positions_of(self, ids: Ids, now: float) -> Positions:
-        """The positions of distinct ids; a new one's is cleared. The order of the index stays that of arrival."""
+        """Return the positions of distinct ids, clearing new ones. The index keeps the order of arrival."""
         positions = self._index.find(ids, touch=False)
         new = positions < 0
         if new.any():
@@ -239,7 +241,7 @@ class BatchState:
             setattr(self, f"_{name}", np.concatenate([slab, np.zeros((more, *slab.shape[1:]), slab.dtype)]))
 
     def _gather(self, positions: Positions) -> None:
-        """Let the full ones of these wait for company: they are not due and have one gradient more than before."""
+        """Let full positions, which are not due and have one gradient more, wait until enough ids are full."""
         counts = self._counts[positions].sum(1)
         full = counts >= self.gradients_per_id
         if not full.any():

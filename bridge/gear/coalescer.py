@@ -1,4 +1,4 @@
-"""Requests of several threads become one device batch: of ``max_ids`` ids, or of what came in ``max_wait_seconds``."""
+"""Coalescer: requests of several threads in one device batch, of up to ``max_ids`` ids or ``max_wait_seconds``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Request(Generic[R]):
 
 
 class Coalescer(Generic[R]):
-    """One of the threads that wait has the turn: it computes for all of them. Thread-safe.
+    """Batches the requests of threads: one of the waiting threads computes for all of them. Thread-safe.
 
     ``compute`` (distinct ids [K] -> result) is never called twice at a time; ``part`` cuts the answer to one request
-    (positions [n] of its ids in the batch) out of the result.
+    out of the result, by the positions [n] of its ids in the batch.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Coalescer(Generic[R]):
 
     @property
     def queued_ids(self) -> int:
-        """Ids of requests that wait for a batch."""
+        """Number of ids that wait for a batch."""
         with self._changed:
             return self._queued()
 
@@ -61,7 +61,7 @@ class Coalescer(Generic[R]):
             with self._turn:
                 if not request.is_done:
                     self._lead(self._gathered(request))
-        finally:  # also after Ctrl-C: the others go on
+        finally:  # also after Ctrl-C, so that other threads continue
             with self._changed:
                 if request in self._waiting:
                     self._waiting.remove(request)
@@ -74,7 +74,7 @@ class Coalescer(Generic[R]):
         return sum(len(request.ids) for request in self._waiting)
 
     def _gathered(self, leader: _Request[R]) -> list[_Request[R]]:
-        """Wait for company; return the leader's request and those behind it that fit in one batch with it."""
+        """Wait for further requests; return the leader's and those behind it that fit in one batch with it."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued() >= self._max_ids, self._max_wait_seconds)
             self._waiting.remove(leader)
@@ -90,7 +90,7 @@ class Coalescer(Generic[R]):
         except Exception as exc:
             for request in batch:
                 request.error = exc
-        except BaseException:  # Ctrl-C is for this thread alone: the others are asked again
+        except BaseException:  # Ctrl-C is for this thread alone: the others' requests stay in the queue
             with self._changed:
                 self._waiting[:0] = batch[1:]
             raise

@@ -1,4 +1,4 @@
-"""The rarer settings of a slow gear."""
+"""Further settings of a slow gear, beside the arguments of ``gt.SlowGear``."""
 
 from __future__ import annotations
 
@@ -15,51 +15,49 @@ Reduction = Literal["mean", "sum"]
 StaleRule = Literal["apply", "scale", "drop"]
 TrainMode = Literal["backward", "always", "never"]
 HERE = ("cache_ids", "device_cache_bytes", "sample_cache_bytes", "clock")
-"""Settings of the process that asks for features; the others are those of the slow gear, wherever it runs."""
+"""Settings that apply in the process that requests features; the others apply where the slow gear runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowGearConfig:
-    """What ``gt.SlowGear`` takes as ``config=``. Raises InvalidArgument for a value outside its range.
+    """Settings for ``config=`` of ``gt.SlowGear``. Raises InvalidArgument for a value outside its range.
 
-    Slow gears of other processes are told all but :data:`HERE` where they are
-    started: ``geartrain slowgear``.
+    Slow gears in other processes get theirs when they are started (``geartrain slowgear``), except :data:`HERE`.
     """
 
     ids_per_update: int = 1
-    """Ids with full batches of gradients wait for so many of their kind; the size of a batch makes few good updates
+    """Number of ids with full batches that make one dense update; the size of a usual batch gives few good updates
     instead of many noisy ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`)."""
     reduction: Reduction = "mean"
-    """Of the M gradients of an id. ``"mean"`` is of M steps, so it divides an SGD learning rate by M against M
+    """Reduction of the M gradients of an id. ``"mean"`` divides an SGD learning rate by M, compared with M single
     updates."""
     flush_seconds: float | None = None
-    """The longest that a gradient waits for others of its id (with ``mode="sync"`` looked at by the next step); None:
-    no bound."""
+    """Longest wait of a gradient for others of its id (in ``mode="sync"`` the next step checks); None: no limit."""
     stale: StaleRule = "apply"
-    """What becomes of gradients of features too many dense updates old."""
+    """Treatment of gradients whose features are too many dense updates old."""
     max_gradient_lag: int | None = None
-    """With ``stale="drop"``: so many."""
+    """Most dense updates of lag, with ``stale="drop"``."""
     train_mode: TrainMode = "backward"
-    """See :class:`~geartrain.bridge.gear.dense_pass.DensePass`. With "always" or "never" what a backward pass computed
-    again is a fresh feature, too."""
+    """See :class:`~geartrain.bridge.gear.dense_pass.DensePass`. With "always" or "never", features that a backward pass
+    recomputed are cached as fresh ones."""
     autocast: torch.dtype | None = None
     """Mixed precision of the module: torch.bfloat16 or torch.float16."""
     max_batch: int = 256
     """Most ids of one device batch."""
     max_wait_seconds: float = 0.0
-    """How long a batch of features waits for those that other threads ask for."""
+    """Longest wait of a batch of features for requests of other threads."""
     refresh_seconds: float = 1.0
-    """Other slow gears' updates are looked for at most so often; with 0 before features are computed, not before
-    backward passes, so that slow gears which serve one step take its gradients at the weights of its features."""
+    """Least time between two checks for other slow gears' updates. With 0 there is a check before every computation of
+    features, and none before backward passes, so that slow gears that serve one step use the same weights for both."""
     cache_ids: int = 65_536
-    """Features kept in this process."""
+    """Number of features cached in this process."""
     device_cache_bytes: int = 0
-    """Keep features on the device of the ids, as many as fit into so many bytes, in the place of ``cache_ids`` in the
-    host's memory: what is there goes no way over the host. 0: on the host."""
+    """Bytes of a feature cache on the ids' device, in place of ``cache_ids`` in host memory: hits need no transfer. 0:
+    on the host."""
     sample_cache_bytes: int = 256 << 20
-    """Decoded samples kept in this process; 0: none."""
+    """Bytes of decoded samples cached in this process; 0: none."""
     clock: Callable[[], float] = field(default_factory=lambda: time.time)
-    """Unix seconds."""
+    """Returns unix seconds."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""

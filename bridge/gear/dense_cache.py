@@ -1,16 +1,16 @@
-"""Dense features by id, while they are fresh: a layer in the worker's own memory, and one in a store that gears share.
+"""Caches of dense features by id: one in the worker's memory, and one in a store that slow gears share.
 
-Shapes: N ids of one call, D width of a dense feature. Both layers keep, beside each vector, when it was computed and
-under which dense version. An entry is fresh (a hit) if
+Shapes: N ids of one call, D width of a dense feature. Both keep with each vector the time and the dense version of its
+computation. An entry is fresh (a hit) if
 
     |now − time| < expire_seconds    and    |dense_version − version| <= max_version_lag (None: any).
 
-Magnitudes, because clocks and versions can go back: an entry from the future (the clock was set back, another host's
-runs ahead, a snapshot was restored) is no older than one of the past, and so none lives longer than
-2 · expire_seconds on the reader's clock, however far that was set back. But what a host wrote whose clock runs ahead by
-more than expire_seconds is a miss at first and fresh later: gears that share a store need clocks that agree to less
-than that; a store whose records go after a while (``record_seconds``) bounds it by its own clock. ``expire_seconds=0``:
-nothing is ever fresh.
+Magnitudes, because clocks and versions can go back: an entry from the future (a clock was set back, another host's is
+ahead, a snapshot was restored) counts as one from the past, so no entry lives longer than 2 · expire_seconds on the
+reader's clock, however far that was set back. But an entry of a host whose clock is ahead by more than expire_seconds
+is a miss at first and fresh later: clocks of slow gears that share a store must agree to less than that; a store that
+removes records after a while (``record_seconds``) limits it by its own clock. With ``expire_seconds=0`` nothing is
+fresh.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from geartrain.bridge.rows.transfers import put, take
 Hits = npt.NDArray[np.bool_]
 
 AGE_EDGES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 25))
-"""Seconds: 1 ms … 10^6 s, four bins a decade, one below and one above."""
+"""Edges of age bins, in seconds: 1 ms … 10^6 s, four bins a decade, one below and one above."""
 LAG_EDGES = tuple(2**exponent for exponent in range(25))
-"""Dense updates: 0, 1, 2 to 3, 4 to 7, …, and one for 2^24 and more."""
+"""Edges of lag bins, in dense updates: 0, 1, 2 to 3, 4 to 7, …, and one for 2^24 and more."""
 
 
 class FeatureCache(Protocol):
-    """What an engine asks of a cache: :class:`WorkerCache`, :class:`SharedCache`."""
+    """Cache as an engine uses it: :class:`WorkerCache` or :class:`SharedCache`."""
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
-        """The features of ids, and which of them are there; of what is not the version is -1 and the time -inf."""
+        """Return the features of ids, and whether each is a hit; misses have version -1 and time -inf."""
 
     def insert(self, ids: Ids, features: FeatureReply) -> None:
-        """Keep features."""
+        """Store features."""
 
     def report(self) -> dict[str, Any]:
-        """``hits``, ``misses`` and more."""
+        """Return ``hits``, ``misses`` and more."""
 
 
 class FreshnessCounts:
-    """Hits and misses, and how old and how far behind the hits were. Not thread-safe."""
+    """Counts of hits and misses, and histograms of the hits' age and version lag. Not thread-safe."""
 
     def __init__(self, expire_seconds: float, max_version_lag: int | None) -> None:
         """Raises InvalidArgument for a value outside its range."""
@@ -78,7 +78,7 @@ class FreshnessCounts:
         now: float,
         dense_version: int,
     ) -> FreshnessCheck:
-        """Read the stamps of the entries ``positions`` [N] (None: of all), tell which are hits, and count."""
+        """Read the stamps of the entries ``positions`` [N] (None: all), decide which are hits, and count."""
         judged = judge(
             positions,
             versions,
@@ -98,7 +98,7 @@ class FreshnessCounts:
         return judged
 
     def metrics(self, name: str, holds: str) -> Iterator[Metric]:
-        """Of a cache with a ``name``, and what it ``holds``."""
+        """Yield the metrics of a cache called ``name``; ``holds`` says what it caches."""
         misses = self._absent + self._expired + self._lagging
         yield from cache_metrics(name, holds, self._hits, misses)
         labels, values = ("cache", "holds"), (name, holds)
@@ -109,7 +109,7 @@ class FreshnessCounts:
         yield Metric("feature_lag_updates", "histogram", lag, labels, [(values, lags)])
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers and lists, for metrics and JSON; a histogram has ``edges`` [E] and ``counts`` [E + 1]."""
+        """Return numbers and lists, for metrics and JSON; a histogram has ``edges`` [E] and ``counts`` [E + 1]."""
         misses = self._absent + self._expired + self._lagging
         return {
             "hits": self._hits,
@@ -124,20 +124,20 @@ class FreshnessCounts:
 
 
 class WorkerCache:
-    """The features that this process used last, without a network. Thread-safe.
+    """LRU cache of features in this process, without network. Thread-safe.
 
-    One array [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory:
-    capacity × (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id. The vectors may lie on a
-    device (:meth:`vectors`), the stamps never: what is missing is known without asking it.
+    One array [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory: capacity ×
+    (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id. Vectors may be on a device
+    (:meth:`vectors`), stamps are always on the host, so that misses are known without waiting for the device.
     """
 
     def __init__(
         self, capacity: int, dim: int, *, expire_seconds: float, max_version_lag: int | None = None, name: str = ""
     ) -> None:
-        """``name``: under which its counts are told. Raises InvalidArgument for a value outside its range."""
+        """``name``: of its metrics. Raises InvalidArgument for a value outside its range."""
         self.name = name
         self._index = PositionLru(capacity)
-        # One row more than positions: what is not there reads it.
+        # One row more than positions: misses read it.
         self._vectors = torch.zeros(capacity + 1, _checked_dim(dim))
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
@@ -147,7 +147,7 @@ class WorkerCache:
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """Of what it was asked for."""
+        """Yield the metrics of hits and misses."""
         return self._counts.metrics(self.name, "features")
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
@@ -157,13 +157,13 @@ class WorkerCache:
     def vectors(
         self, ids: Ids, device: torch.device, *, now: float, dense_version: int
     ) -> tuple[torch.Tensor, FreshnessCheck]:
-        """:meth:`lookup` with vectors [N, D] on ``device``, where the cache keeps all of them from now on."""
+        """Return :meth:`lookup` with vectors [N, D] on ``device``, to which the cache moves all of its vectors."""
         with self._lock:
             positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
             judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
             if self._vectors.device != device:
-                with torch.inference_mode(False):  # else what trains later could not write there
+                with torch.inference_mode(False):  # otherwise later training could not write there
                     self._vectors = self._vectors.to(device)
             return take(self._vectors, positions), judged
 
@@ -172,18 +172,18 @@ class WorkerCache:
         with self._lock:
             positions, evicted = self._index.place(ids[last])
             self._evicted += evicted
-            self._times[positions] = -math.inf  # if what follows fails they are not there, rather than another id's
+            self._times[positions] = -math.inf  # a failure below leaves misses, not another id's vectors
             put(self._vectors, positions, features.vectors_KD[last])
             self._versions[positions] = features.versions[last]
             self._times[positions] = features.times[last]
 
     def clear(self) -> None:
-        """Forget all entries; the counts stay."""
+        """Drop all entries; the counts stay."""
         with self._lock:
             self._index.remove(self._index.oldest(len(self._index))[0])
 
     def report(self) -> dict[str, Any]:
-        """Hits, misses, histograms of the hits' age and version lag, entries, capacity, evictions and bytes."""
+        """Return hits, misses, histograms of the hits' age and version lag, entries, capacity, evictions and bytes."""
         with self._lock:
             return {
                 **self._counts.report(),
@@ -195,7 +195,7 @@ class WorkerCache:
 
 
 class SharedCache:
-    """The features in a :class:`FeatureStore`; with Redis several slow gears share it. Thread-safe.
+    """Features in a :class:`FeatureStore`; with Redis several slow gears share them. Thread-safe.
 
     A record is the version (int64), the time (float64) and the vector (float32 [D]), little-endian. A lookup is one
     read of the store: with Redis one round trip of N × (4 D + 24) bytes.
@@ -210,7 +210,7 @@ class SharedCache:
         max_version_lag: int | None = None,
         name: str = "",
     ) -> None:
-        """See :class:`WorkerCache`. The store stays the caller's to close."""
+        """The arguments are those of :class:`WorkerCache`. The caller closes the store."""
         self.name = name
         self._record = np.dtype([("version", "<i8"), ("time", "<f8"), ("vector", "<f4", (_checked_dim(dim),))])
         self._absent = np.zeros(1, self._record)
@@ -222,11 +222,11 @@ class SharedCache:
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """Of what it was asked for."""
+        """Yield the metrics of hits and misses."""
         return self._counts.metrics(self.name, "stored_features")
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
-        """See :class:`FeatureCache`. Raises StoreUnavailable, StateDamaged."""
+        """Return features and hits; one read of the store. Raises StoreUnavailable, StateDamaged."""
         records, foreign = self._decoded(self._store.read(ids))
         versions, times = records["version"].copy(), records["time"].copy()
         with self._lock:
@@ -235,7 +235,7 @@ class SharedCache:
         return _found(records["vector"].copy(), versions, times, dense_version), judged.hits
 
     def insert(self, ids: Ids, features: FeatureReply) -> None:
-        """See :class:`FeatureCache`. Raises StoreUnavailable, StateFailed."""
+        """Store features. Raises StoreUnavailable, StateFailed."""
         records = np.empty(len(ids), self._record)
         records["version"], records["time"] = features.versions, features.times
         records["vector"] = features.vectors_KD
@@ -243,12 +243,12 @@ class SharedCache:
         self._store.write(ids, [data[start : start + size] for start in range(0, len(data), size)])
 
     def report(self) -> dict[str, Any]:
-        """Hits, misses, histograms of the hits' age and version lag, records of another width, the store's counts."""
+        """Return hits, misses, histograms of the hits' age and version lag, records of another width, store counts."""
         with self._lock:
             return {**self._counts.report(), "foreign": self._foreign, "store": vars(self._store.counts())}
 
     def _decoded(self, values: list[bytes | None]) -> tuple[npt.NDArray[Any], int]:
-        """Return the records [N], and how many were of another size, which is as if they were not there."""
+        """Return the records [N], and the number of those of another size, which count as misses."""
         size = self._record.itemsize
         whole = [value for value in values if value is not None and len(value) == size]
         found = np.frombuffer(b"".join(whole), self._record)

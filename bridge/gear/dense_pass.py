@@ -1,4 +1,4 @@
-"""Forward and backward of the dense part over ids: the only place that runs the user's module.
+"""Forward and backward passes of the dense part over ids: the only code that runs the user's module.
 
 Legend: B samples of one device batch, D width of a dense feature, K distinct ids.
 """
@@ -23,19 +23,19 @@ from geartrain.bridge.rows.transfers import download, upload
 
 R = TypeVar("R")
 _HALF_SCALE = 4096.0
-"""What float16 gradients are multiplied by on their way, so that small ones are not lost."""
+"""Loss scale of float16 gradients, so that small ones do not vanish."""
 
 
 class DensePass:
-    """A module over the samples of ids. It runs under :attr:`lock`, which whoever changes the weights takes, too.
+    """A module over the samples of ids. It runs under :attr:`lock`, which must also be held to change the weights.
 
-    ``train_mode`` says when the module is in ``train()``: ``"backward"``: only in backward passes, so that features are
-    those of an evaluation, and BatchNorm learns its statistics from the batches of backward passes; ``"always"``: also
-    when features are computed (their batch's statistics and dropout apply, running statistics are put back, so that
-    every step counts once, in its backward pass); ``"never"``: statistics stay as they are and get no gradient. A batch
-    of one sample has no statistics where BatchNorm refuses it: those that were learned stand in. With
-    ``autocast`` (bfloat16, float16) the module runs in mixed precision; gradients of float16 are scaled meanwhile, and
-    a batch that overflows is computed again in float32.
+    ``train_mode`` says when the module is in ``train()``. ``"backward"``: only in backward passes, so that features are
+    those of an evaluation, and BatchNorm learns its statistics from the batches of backward passes. ``"always"``: also
+    when features are computed (with their batch's statistics and dropout; running statistics are restored, so that
+    every step counts once, in its backward pass). ``"never"``: statistics stay as they are and get no gradient. For a
+    batch of one sample, which BatchNorm refuses, the learned statistics are used. With ``autocast`` (bfloat16, float16)
+    the module runs in mixed precision; float16 gradients are scaled, and a batch that overflows is computed again in
+    float32.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DensePass:
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        """``device`` None: where the module is."""
+        """``device`` None: that of the module."""
         first = next(module.parameters(), None)
         own = torch.device("cpu") if first is None else first.device
         self.device = own if device is None else torch.device(device)
@@ -59,14 +59,14 @@ class DensePass:
         self._autocast = config.autocast
         self._train_mode = config.train_mode
         self.on_recomputed: Callable[[Ids, Tensor], None] | None = None
-        """Given the ids [B] and features [B, D] of every backward pass, unless ``train_mode="backward"`` makes them
-        others than those of :meth:`features`."""
+        """Receives the ids [B] and features [B, D] of every backward pass, unless ``train_mode="backward"`` makes them
+        differ from those of :meth:`features`."""
 
     def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
-        """Compute the features [K, D] float32 of ``ids`` on the host; rows of those that failed are zeros.
+        """Compute the features [K, D] float32 of ``ids`` on the host; rows of ids that failed are zeros.
 
-        ceil(K / max_batch) forward passes without a graph; more to find out which sample spoils a batch. Raises
-        ModuleFailed if all of a batch do, and InvalidArgument if the module makes no [B, D].
+        ceil(K / max_batch) forward passes without a graph, and more to find samples that make a batch fail. Raises
+        ModuleFailed if all samples of a batch fail, and InvalidArgument if the module does not return [B, D].
         """
         out_KD = torch.zeros(len(ids), self.dim, device="cpu")
         failures: dict[int, Failure] = {}
@@ -86,7 +86,7 @@ class DensePass:
         return out_KD, failures
 
     def _computed(self, ids: Ids, batch: Tensor) -> tuple[Tensor, dict[int, Failure]]:
-        """The features of samples. An exception of the module is raised if it is of every sample alone, too."""
+        """Return the features of samples. Raises the module's exception if every sample fails alone, too."""
         try:
             with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
                 vectors_BD = download(self._forward(batch, self._autocast))
@@ -95,7 +95,7 @@ class DensePass:
                 return vectors_BD, failed
         except GeartrainError:
             raise
-        except Exception:  # of the user's module, whatever it is
+        except Exception:  # of any kind, from the user's module
             if len(ids) == 1:
                 raise
         halves = _by_halves(
@@ -108,14 +108,14 @@ class DensePass:
     def backward(self, ids: Ids, gradients_KD: Tensor) -> dict[int, Failure]:
         """Set ``.grad`` of the parameters to the sum over ``ids`` of gradient · ∂feature/∂parameter.
 
-        One caller at a time. At the weights of the moment, in ceil(K / max_batch) forward and backward passes, between
-        which features may be computed. Of ids that are in the result nothing is in the sum: their sample, their
-        feature or their part of the sum is missing or not finite. Raises as :meth:`features`.
+        One caller at a time. Uses the current weights, in ceil(K / max_batch) forward and backward passes, between
+        which features may be computed. Ids in the result contribute nothing to the sum: their sample, feature or part
+        of the sum is missing or not finite. Raises as :meth:`features`.
         """
         failures: dict[int, Failure] = {}
         self.module.zero_grad(set_to_none=True)
         num_batches = max(1, -(-len(ids) // self.max_batch))
-        for part in np.array_split(np.arange(len(ids)), num_batches):  # none is left with a sample or two
+        for part in np.array_split(np.arange(len(ids)), num_batches):  # equal parts: no rest of one or two samples
             gradients_BD = gradients_KD[torch.from_numpy(part).to(gradients_KD.device)]
             with _failures_named(len(part)):
                 failures |= self._backward_batch(ids[part], gradients_BD)
@@ -135,7 +135,7 @@ class DensePass:
                     return failures
         except GeartrainError:
             raise
-        except Exception:  # of the user's module
+        except Exception:  # from the user's module
             if len(ids) == 1:
                 raise
             return failures | self._backward_halves(ids, gradients_BD)
@@ -143,7 +143,7 @@ class DensePass:
             return failures | (bad or _not_finite(ids, "gradient"))
         if not bad or self._spoils(bad, ids, self._train_mode != "never"):
             return failures | self._backward_halves(ids, gradients_BD)
-        rest = without(ids, bad)  # the others go on without them
+        rest = without(ids, bad)  # repeated without the bad ones
         chosen = torch.from_numpy(rest).to(gradients_BD.device)
         return failures | bad | (self._backward_batch(ids[rest], gradients_BD[chosen]) if rest.any() else {})
 
@@ -152,7 +152,7 @@ class DensePass:
         return first | second
 
     def _spoils(self, failed: dict[int, Failure], ids: Ids, in_training: bool) -> bool:
-        """Whether one sample may have made all others fail, through the statistics of their batch."""
+        """Return whether one sample may have made all others fail, through the statistics of their batch."""
         return len(failed) == len(ids) and in_training and bool(self._norms())
 
     def _norms(self) -> list[nn.Module]:
@@ -161,15 +161,17 @@ class DensePass:
     def _try_backward(
         self, ids: Ids, batch: Tensor, gradients_BD: Tensor, autocast: torch.dtype | None
     ) -> dict[int, Failure] | None:
-        """Add to the gradients of the parameters. None: they are finite; else which features are not, if any, and
-        nothing has changed."""
+        """Add to the gradients of the parameters; return None if they are finite.
+
+        Otherwise nothing has changed, and the result names the features that are not finite, if any.
+        """
         with self.lock:
             kept = [buffer.clone() for buffer in self.module.buffers()]
             bad: dict[int, Failure] | None = {}
             try:
                 bad = self._add_gradients(ids, batch, gradients_BD, autocast)
             finally:
-                if bad is not None:  # statistics of samples that have no part in the update are not learned
+                if bad is not None:  # do not learn statistics from samples that are not in the update
                     self._restore(kept)
             return bad
 
@@ -180,7 +182,7 @@ class DensePass:
         with torch.enable_grad(), self._mode(self._train_mode != "never"):
             vectors_BD = self._forward(batch, autocast)
             finite_B = torch.isfinite(vectors_BD.detach()).all(dim=1)
-            if self.device.type == "cpu" and (bad := _non_finite(ids, finite_B)):  # of a device the host asks once
+            if self.device.type == "cpu" and (bad := _non_finite(ids, finite_B)):  # a device is asked only once, later
                 return bad
             parameters = [p for p in self.module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(
@@ -217,7 +219,7 @@ class DensePass:
     def _called(self, batch: Tensor) -> Any:
         try:
             return self.module(batch)
-        except ValueError:  # of one sample BatchNorm makes no statistics: it takes those it has
+        except ValueError:  # BatchNorm refuses one sample: use its learned statistics
             if len(batch) > 1 or not self.module.training or not (norms := self._norms()):
                 raise
         for norm in norms:
@@ -245,7 +247,7 @@ def _failures_named(num_samples: int) -> Iterator[None]:
         yield
     except GeartrainError:
         raise
-    except Exception as exc:  # of the user's module, whatever it is
+    except Exception as exc:  # of any kind, from the user's module
         raise ModuleFailed(
             f"the dense part fails on every sample of a batch of {num_samples}: {type(exc).__name__}: {exc}; see that "
             "its module takes what samples= and decode= make, and that its device has room for them"
@@ -253,7 +255,7 @@ def _failures_named(num_samples: int) -> Iterator[None]:
 
 
 def _by_halves(ids: Ids, work: Callable[[slice], R], failed: Callable[[Ids, Exception], R]) -> list[R]:
-    """One of several samples spoils a batch: which? Raises what the module raises of every sample alone."""
+    """Find samples that make a batch fail, by halving it. Raises the module's exception if every sample fails alone."""
     results, errors = [], []
     half = len(ids) // 2
     for part in (slice(None, half), slice(half, None)):

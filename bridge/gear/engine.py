@@ -1,4 +1,4 @@
-"""The slow gear's engine: dense features of ids on one side, dense updates from their gradients on the other.
+"""Engine of a slow gear: computes dense features of ids, and makes dense updates from their gradients.
 
 Legend: D width of a dense feature, K distinct ids, P parameters of the module.
 """
@@ -53,25 +53,25 @@ logger = logging.getLogger(__name__)
 Mode = Literal["async", "sync"]
 _ANY = Freshness()
 _MAX_DUE = 65_536
-"""Gradients that may be due before deliveries wait."""
+"""Most gradients that may be due before deliveries wait."""
 
 
 @dataclass
 class _UnfinishedStep:
-    """A batch whose gradients are in ``.grad`` of the parameters: what is repeated after an error goes on from here."""
+    """Batch whose gradients are in ``.grad`` of the parameters; a retry after an error continues from here."""
 
     batch: DueBatch
     failures: dict[int, Failure]
     is_pushed: bool = False
-    """Pushed again, it would count again."""
+    """Whether it was pushed: a second push would count twice."""
 
 
 class DenseEngine:
-    """Computes features of ids, batched over the threads that ask; turns gradients that are due into dense updates.
+    """Computes features of ids, batched over the requesting threads, and makes dense updates from due gradients.
 
-    Implements :class:`geartrain.ams.values.gear_messages.GearPort` for a fast gear of this process. Thread-safe.
-    Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward and backward of
-    the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes).
+    Implements :class:`geartrain.ams.values.gear_messages.GearPort` for a fast gear of this process. Thread-safe. Cost
+    of :meth:`features`: one forward pass of the ids not in ``cache``. Cost of :meth:`apply_due`: one forward and
+    backward pass of the due ids, one dense push (4·P bytes), and one pull of the weights (4·P bytes).
     """
 
     def __init__(
@@ -86,21 +86,20 @@ class DenseEngine:
         mode: Mode = "sync",
         journal: GradientJournal | None = None,
     ) -> None:
-        """Begin with no features, and the gradients of the ``journal``.
+        """Start without features, with the gradients of the ``journal``.
 
         Args:
-            dense_pass: the module and its samples.
-            dense: the module's weights in the cluster.
-            batcher: collects the gradients.
-            config: of the slow gear.
-            cache: where features are looked up and kept; None: nowhere.
-            worker_cache: that of a fast gear in this process. What a backward pass had to compute again goes into both
-                caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom
-                computed for its feature alone.
-            mode: ``"sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``:
-                by a thread of their own; a delivery waits only while 65,536 gradients are due, so that they cannot
-                pile up.
-            journal: keeps the gradients that wait for another process; None: they end with this one.
+            dense_pass: The module and its samples.
+            dense: The module's weights in the cluster.
+            batcher: Collects the gradients.
+            config: Settings of the slow gear.
+            cache: Cache of features; None: none.
+            worker_cache: Cache of a fast gear in this process. Features that a backward pass recomputed go into both
+                caches (but see ``train_mode`` of the pass), so that an id with regular gradients is seldom computed for
+                its feature alone.
+            mode: With ``"sync"`` the delivering thread makes dense updates before its call returns; with ``"async"`` a
+                background thread does, and a delivery waits only while 65,536 gradients are due, as backpressure.
+            journal: Keeps waiting gradients for the next process; None: they are lost with this one.
         """
         self.batcher = batcher
         self._journal = journal
@@ -133,26 +132,26 @@ class DenseEngine:
 
     @property
     def dense_version(self) -> int:
-        """Of the weights held now."""
+        """Dense version of the held weights."""
         return self._dense.version
 
     @property
     def table_incarnation(self) -> int:
-        """Of the dense table whose weights it holds: another one is there after a restore."""
+        """Incarnation of the dense table of the held weights; a restore changes it."""
         return self._dense.incarnation
 
     @property
     def update_error(self) -> GeartrainError | None:
-        """Why the thread of updates cannot apply what is due; it tries again."""
+        """Error for which the update thread cannot apply due gradients; it retries."""
         return None if self._updates is None else self._updates.error
 
     @property
     def queued_ids(self) -> int:
-        """Ids that wait for a device batch."""
+        """Number of ids that wait for a device batch."""
         return self._asked.queued_ids
 
     def features(self, ids: Ids, freshness: Freshness = _ANY) -> FeatureReply:
-        """Dense features of distinct ids; the ids that have none are named in the reply."""
+        """Return the dense features of distinct ids; the reply names ids that have none."""
         if not len(ids):
             return self._reply(ids, np.empty((0, self.dim), np.float32), {})
         if self.cache is None:
@@ -173,7 +172,7 @@ class DenseEngine:
         return _joined(found, hit, self._asked.get(ids[~hit]))
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
+        """Add a delivery and return its source's account. Raises InvalidArgument after :meth:`close`."""
         if self._is_closed:
             raise InvalidArgument("this slow gear was closed, it takes no gradients any more; make another SlowGear")
         self.add(delivery)
@@ -181,9 +180,9 @@ class DenseEngine:
         return self.account(delivery.source)
 
     def add(self, delivery: Delivery) -> None:
-        """Take the gradients of a step; a delivery that was counted before is not counted again.
+        """Add the gradients of a step; a delivery that was counted before is not counted again.
 
-        A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
+        A restarted fast gear keeps its numbers, so deliveries of its last incarnation are duplicates. Raises
         StaleClient for an incarnation that was superseded.
         """
         with self._adding:
@@ -201,11 +200,11 @@ class DenseEngine:
             self._incarnations[family] = delivery.incarnation
 
     def has_counted(self, delivery: Delivery) -> bool:
-        """Whether it was counted before: it is sent again because the answer was lost."""
+        """Return whether a delivery was counted before: it is a retry after a lost answer."""
         return self.batcher.has_counted(delivery)
 
     def apply_soon(self, *, wait: bool = False) -> None:
-        """Have applied what is due: with ``wait``, or in sync mode, before this returns."""
+        """Have due gradients applied: with ``wait``, or in sync mode, before this returns."""
         if wait or self._updates is None:
             self.apply_all()
         else:
@@ -213,9 +212,9 @@ class DenseEngine:
             self._updates.wait_until_due(_MAX_DUE)
 
     def apply_due(self) -> bool:
-        """Make one dense update of the gradients that are due; False if there are none.
+        """Make one dense update of the due gradients; return False if there are none.
 
-        After an error the batch is still due: the next call goes on with it.
+        After an error the batch is still due: the next call continues it.
         """
         with self._applying:
             batch, number = self._pop_due()
@@ -241,25 +240,26 @@ class DenseEngine:
             pass
 
     def flush(self) -> None:
-        """Apply every gradient that waits, in batches of their true count."""
+        """Apply every waiting gradient, in batches of their true count."""
         self.batcher.flush()
         self.apply_all()
 
     def account(self, source: str | None = None) -> GearAccount:
-        """What became of the gradients of ``source``; None: of all."""
+        """Return the account of the gradients of ``source``; None: of all sources."""
         return self.batcher.account(source)
 
     def families(self) -> dict[str, GearAccount]:
-        """What became of the gradients of every fast gear that has delivered, all its series of deliveries together."""
+        """Return the account of each fast gear that has delivered, over all of its streams."""
         found: dict[str, GearAccount] = {}
         for source, account in self.batcher.accounts().items():
             found[family_of(source)] = found.get(family_of(source), GearAccount()) + account
         return found
 
     def close(self) -> None:
-        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account.
+        """Apply all waiting gradients and end. After an error they still wait: call it again, or check the account.
 
-        If the dense table was dropped or restored, what waits is for weights that are gone: it is left, and logged.
+        If the dense table was dropped or restored, waiting gradients are of weights that are gone: they are dropped,
+        and logged.
         """
         try:
             if left := self.account().waiting + self.account().due:
@@ -273,19 +273,19 @@ class DenseEngine:
                 self._updates.stop()
 
     def forget_features(self) -> None:
-        """Look up no features that were computed before now: they are of a dense table that is gone."""
+        """Use no features computed before now: they are of a dense table that is gone."""
         self._features_since = self._clock()
 
     def drop(self) -> None:
-        """End after the update under way; what waits is of a dense table that is gone."""
+        """End after the current update; waiting gradients are of a dense table that is gone."""
         self._is_closed = True
         if self._updates is not None:
             self._updates.stop()
-        with self._applying:  # by the thread of a delivery
+        with self._applying:  # held by the thread of a delivery
             self._is_dropped = True
 
     def abandon(self) -> None:
-        """End without :meth:`close`; what was left is logged."""
+        """End without :meth:`close`; gradients that are left are logged."""
         if self._updates is not None:
             self._updates.request_stop()
         account = self.account()
@@ -293,11 +293,13 @@ class DenseEngine:
             logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
 
     def _pop_due(self) -> tuple[DueBatch | None, int | None]:
-        """What is due, and the number of its update in the journal. Raises TableNotFound after :meth:`drop`: the
-        journal is another engine's."""
+        """Take the due batch; return it with the number of its update in the journal.
+
+        Raises TableNotFound after :meth:`drop`: the journal then belongs to another engine.
+        """
         if self._is_dropped:
             raise TableNotFound(f"dense table {self._dense.name!r} was restored, and another engine goes on from there")
-        with self._adding:  # so that the journal has both in the order in which they happen
+        with self._adding:  # so that the journal has deliveries and batches in their order
             if self._journal is not None and self._journal.is_full:
                 self.batcher.flush()
             batch = self.batcher.due()
@@ -307,7 +309,7 @@ class DenseEngine:
     def _update(self, batch: DueBatch, number: int | None) -> dict[int, Failure]:
         begun = self._begun
         if begun is None or begun.batch is not batch:
-            if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
+            if self._refresh_seconds > 0:  # with 0 the weights were just pulled for the features: use the same here
                 with self._pass.lock:
                     self._refresh()
             begun = self._begun = _UnfinishedStep(
@@ -318,7 +320,7 @@ class DenseEngine:
                 if not begun.is_pushed:
                     try:
                         self._dense.push(number, lr=batch.lr)
-                    except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
+                    except NonFinite as exc:  # of the sum, or of the updated weights: a retry cannot help
                         self._dense.zero_grad()
                         return begun.failures | dict.fromkeys(batch.ids.tolist(), Failure(NonFinite.__name__, str(exc)))
                     begun.is_pushed = True
@@ -373,6 +375,6 @@ def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
 
 
 def _joined(found: FeatureReply, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
-    """``fresh`` where nothing was a hit; what was ``found`` is overwritten."""
+    """Return ``found`` with its misses overwritten by ``fresh``."""
     found.vectors_KD[~hit], found.versions[~hit], found.times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
     return replace(found, failures=fresh.failures, dense_version=fresh.dense_version)

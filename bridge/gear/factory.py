@@ -1,4 +1,4 @@
-"""Makes the engine of a slow gear, in the process of a fast one or in its own."""
+"""Creation of a slow gear's engine, in the process of a fast gear or in its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_pass(
     config: SlowGearConfig,
     device: torch.device | str | None = None,
 ) -> DensePass:
-    """Build the module and join it to its samples. Raises InvalidArgument."""
+    """Build the module and combine it with its samples. Raises InvalidArgument."""
     module = build()
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"build() returned {type(module).__name__}; it must return a torch.nn.Module")
@@ -55,8 +55,8 @@ def open_engine(
     The arguments are those of ``gt.SlowGear`` and :class:`~geartrain.bridge.gear.engine.DenseEngine`.
 
     Raises:
-        InvalidArgument: a setting is outside its range; then there is no table.
-        TableExists, SpecMismatch: there is one of that name, or of another module.
+        InvalidArgument: A setting is outside its range; then no table is created.
+        TableExists, SpecMismatch: The table exists, or belongs to another module.
     """
     batcher = GradientBatcher(dense_pass.dim, gradients_per_id, config)
     with dense_pass.lock:

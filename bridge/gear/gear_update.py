@@ -1,4 +1,4 @@
-"""What a fast gear collects between two steps: gradients of dense features, delivered by the optimizer's step.
+"""Gradients of dense features that a fast gear collects between two steps, and delivers in the optimizer's step.
 
 Legend: D width of a dense feature, K distinct ids.
 """
@@ -33,7 +33,7 @@ class GearGradient:
     versions: npt.NDArray[np.int64]
 
     def merge(self, other: GearGradient) -> None:
-        """Add those of another micro-batch; an id of both gets the sum, and the older of its feature versions."""
+        """Add another micro-batch's gradients; an id in both gets the sum, and the older of its feature versions."""
         ids, places, _ = ops.merge_duplicates(np.concatenate([self.ids, other.ids]))
         gradients_KD = torch.zeros(len(ids), self.gradients_KD.shape[1])
         gradients_KD.index_add_(0, torch.from_numpy(places), torch.cat([self.gradients_KD, other.gradients_KD]))
@@ -43,21 +43,21 @@ class GearGradient:
 
     @property
     def squares(self) -> Tensor:
-        """Σ g² (0-dim, float64)."""
+        """Σ g² of all gradients (0-dim, float64)."""
         return squared_sum(self.gradients_KD)
 
     def squared_norm(self) -> float:
-        """Σ g² in float64."""
+        """Return Σ g² in float64."""
         return float(self.squares)
 
     def discard(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no memory to release."""
 
 
 class GearUpdate(PendingUpdate[GearGradient]):
     """Gradients of dense features, delivered to their slow gears by :class:`geartrain.RowOptimizer`'s step.
 
-    Each delivery has the number ``step + 1``: a job that goes on from a saved step, under the name of its stream,
+    Each delivery has the number ``step + 1``: a job that is resumed from a saved step, with the same stream name,
     repeats the numbers of the steps that it repeats, and they are not counted twice.
     """
 
@@ -73,13 +73,16 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self._trained_here = table.incarnation if trains_here else None
 
     def switch_table(self, table: ReadableTable, port: GearPort) -> None:
-        """Train another table by a slow gear of this process that was made for it; what is pending is dropped."""
+        """Use another table, of a new slow gear in this process; pending gradients are dropped."""
         self.discard()
         self.table, self._port, self._trained_here = table, port, table.incarnation
 
     def require_present(self) -> None:
-        """Raise TableNotFound if the dense table was restored since a slow gear of this process was made, which keeps
-        features, counts and gradients of the time before; of those of others, since the pending gradients were."""
+        """Raise TableNotFound if the dense table was restored since its features were computed.
+
+        For a slow gear of this process, whose features, counts and gradients are older, that is since it was made;
+        otherwise since the pending gradients were collected.
+        """
         if self._trained_here is None:
             super().require_present()
         elif self.table.incarnation != self._trained_here:
@@ -89,7 +92,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
             )
 
     def check_finite(self) -> None:
-        """Raise NonFinite, naming an id, if the pending gradients, or what they are multiplied by, are not finite."""
+        """Raise NonFinite, naming an id, if the pending gradients or their scale are not finite."""
         try:
             super().check_finite()
         except NonFinite as exc:
@@ -105,7 +108,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
             ) from exc
 
     def drop_non_finite(self) -> Ids:
-        """Take ids whose gradient is not finite out of what is pending; return them [n]. (Before any unscaling.)"""
+        """Drop ids with a gradient that is not finite, before any unscaling; return them [n]."""
         if self._pending is None or self.carrier.grad is None:
             return np.empty(0, np.int64)
         good = torch.isfinite(self._pending.gradients_KD).all(dim=1)
@@ -118,7 +121,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
         return dropped
 
     def param_group(self) -> dict[str, Any]:
-        """See the base class; deliveries carry the learning rate alone."""
+        """Return the parameter group; deliveries carry only its learning rate."""
         return {"params": [self.carrier], "lr": self.first_optimizer.lr, "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
@@ -131,9 +134,9 @@ class GearUpdate(PendingUpdate[GearGradient]):
         return optimizer
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Deliver what is pending with the learning rate of ``optimizer``, then forget it.
+        """Deliver the pending gradients with the learning rate of ``optimizer``, then drop them.
 
-        After an error a second call delivers the same once more, under its number: a slow gear counts it once.
+        After an error a second call delivers the same again, under the same number: a slow gear counts it once.
         """
         if self._pending is None or self.carrier.grad is None:
             return
@@ -163,7 +166,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
         super().add(gradient, checksum, samples)
 
     def discard(self) -> None:
-        """Forget what is pending. The number of a delivery that failed is used up: some slow gear may have it."""
+        """Drop pending gradients. The number of a failed delivery is not used again: some slow gear may have it."""
         if self._delivery is not None:
             self._delivery = None
             self.step += 1

@@ -1,26 +1,26 @@
-"""Gradients of dense features, collected by id until a backward pass of the dense part pays.
+"""Gradients of dense features, collected by id until enough wait for a backward pass of the dense part.
 
-One *gradient* is one (fast gear, step, id): occurrences of an id within a step are summed before they travel. A batch
-is what waits for one id. It is full when it has ``gradients_per_id`` (M) of them. Full batches are due when together
-they have those of ``ids_per_update`` ids (times M); any batch is when its first has waited for ``flush_seconds``, or
-after ``flush``. What comes until it is taken joins it.
+A *gradient* is one (fast gear, step, id): occurrences of an id within a step are summed before they are sent. A batch
+holds the waiting gradients of one id. It is full when it has ``gradients_per_id`` (M) of them. Full batches are due
+when together they have the gradients of ``ids_per_update`` ids (times M); any batch is due when its first gradient has
+waited for ``flush_seconds``, or after ``flush``. Gradients that come before the batch is taken join it.
 
-**Company** (``ids_per_update`` > 1). One dense update is made of what is due together. Few ids in each mean many noisy
-updates between two looks at a feature, all against the same old features, and a learning rate that serves ordinary
-batches overshoots; they also use a device badly. Ids up to the size of an ordinary batch cost no more arithmetic.
+**Ids per update** (``ids_per_update`` > 1). Due batches make one dense update together. With few ids in each there are
+many noisy updates while a feature is cached, all from the same old features, and a learning rate for ordinary batches
+overshoots; a device is also badly used. Up to the size of an ordinary batch, more ids cost no more arithmetic.
 
 **Reduction** (seed 002, section 3.6): ``"mean"`` divides the sum by the number of gradients in the batch. Ordinary
 back-propagation adds the gradients of an id, so with plain SGD a mean of M is the sum at a learning rate divided by M;
-Adam, which divides by the gradient's own magnitude, hardly notices. ``"sum"`` leaves the sum.
+Adam, which divides by the gradient's own magnitude, hardly changes. ``"sum"`` leaves the sum.
 
-**Stale gradients.** lag = dense_version − version of the feature (below 0: 0). ``stale="apply"`` takes them as they
-are, ``"scale"`` multiplies each by 1 / (1 + lag) and still counts it as one, ``"drop"`` drops and counts what lags by
-more than ``max_gradient_lag``.
+**Stale gradients.** lag = dense_version − version of the feature (at least 0). ``stale="apply"`` uses them as they are,
+``"scale"`` multiplies each by 1 / (1 + lag) and still counts it as one, ``"drop"`` drops and counts gradients with a
+lag above ``max_gradient_lag``.
 
-**Exactly once.** A source sends its adds one at a time, numbered upwards (gaps are free). An add whose number is not
-above the last one that counted is a repeat and changes nothing.
+**Exactly once.** A source sends its adds one at a time, with ascending numbers (gaps are allowed). An add whose number
+is not above the last counted one is a duplicate and changes nothing.
 
-What waits is in memory; :mod:`~geartrain.bridge.gear.gradient_journal` keeps it for the next process.
+Waiting gradients are in memory; :mod:`~geartrain.bridge.gear.gradient_journal` keeps them for the next process.
 """
 
 from __future__ import annotations
@@ -42,35 +42,36 @@ from geartrain.bridge.gear.config import SlowGearConfig
 
 
 class GradientBatcher:
-    """See the head of this file. Thread-safe.
+    """Batches gradients by id; the rules are at the top of this file. Thread-safe.
 
-    Shapes: N ids of an add, K of a due batch, D width. An add of 1,000 ids of D = 64 takes about 0.3 ms. Memory:
-    (4 D + 8 · sources + 112) bytes an id that waits; ``flush_seconds`` bounds how many do. What was needed once is kept
-    for the next.
+    Shapes: N ids of an add, K of a due batch, D width. An add of 1,000 ids of D = 64 takes about 0.3 ms. Memory: (4 D +
+    8 · sources + 112) bytes a waiting id; ``flush_seconds`` limits their number. Memory is kept for reuse.
     """
 
     def __init__(self, dim: int, gradients_per_id: int, config: SlowGearConfig) -> None:
-        """Begin with nothing. M = ``gradients_per_id``: with 1 every batch is full at once. A clock that is set back
-        lets a batch wait at most ``flush_seconds`` from then on. Raises InvalidArgument."""
+        """Start empty, with M = ``gradients_per_id``: with 1 every batch is full at once. Raises InvalidArgument.
+
+        After the clock was set back, a batch waits at most ``flush_seconds`` from then on.
+        """
         for name, value in (("dim", dim), ("gradients_per_id", gradients_per_id)):
             if value < 1:
                 raise InvalidArgument(f"{name} is {value}; it must be at least 1")
         self._config = config
         self._state = BatchState(dim, gradients_per_id, config.ids_per_update)
         self.torn: BaseException | None = None
-        """What tore a change out half-way, so that nothing can be counted any more: Ctrl-C, or memory that ran out."""
+        """Exception that interrupted a change, so that counts are unreliable: Ctrl-C, or no memory; None: none has."""
         self._earliest = math.inf
-        """Nothing that waits is older."""
+        """Lower bound of the times of waiting gradients."""
         self._latest_now = -math.inf
-        # Collected garbage may ask for the account in the middle of a change, on the same thread.
+        # Reentrant: garbage collection may read the account in the middle of a change, on the same thread.
         self._lock = threading.RLock()
 
     def add(self, delivery: Delivery, dense_version: int) -> GearAccount:
-        """Collect the gradients of one step of a fast gear; a repeat of a sequence changes nothing.
+        """Collect the gradients of one step of a fast gear; a repeated sequence number changes nothing.
 
-        A row with NaN or infinity is dropped and counted in ``non_finite``; the others are taken. ``dense_version`` is
-        that of the dense table now. Returns what became of all gradients of this source so far. Raises StateFailed: an
-        earlier change was torn out half-way.
+        A row with NaN or infinity is dropped and counted in ``non_finite``; the others are added. ``dense_version`` is
+        the dense table's now. Returns the account of this source. Raises StateFailed if an earlier change was
+        interrupted.
         """
         with self._changing():
             state = self._state
@@ -94,14 +95,14 @@ class GradientBatcher:
             return state.account(delivery.source)
 
     def has_counted(self, delivery: Delivery) -> bool:
-        """Whether to add it would be a repeat."""
+        """Return whether adding this delivery would be a repeat."""
         with self._lock:
             return self._has_counted(delivery)
 
     def due(self) -> DueBatch | None:
-        """Take what is due; None: nothing is.
+        """Take the due batch; None: nothing is due.
 
-        Until ``complete`` the same batch is returned again: one is out at a time, and what comes meanwhile waits. An id
+        Until ``complete`` the same batch is returned again: only one is out at a time, and new gradients wait. An id
         whose sum is beyond float32 is dropped and counted in ``non_finite``.
         """
         with self._changing():
@@ -117,40 +118,42 @@ class GradientBatcher:
 
     @property
     def is_all_taken(self) -> bool:
-        """Whether no gradient waits beside the batch that is out."""
+        """Whether no gradient waits, except in the batch that is out."""
         with self._lock:
             return not len(self._state)
 
     def last_sequences(self) -> dict[str, int]:
-        """The number of the last add of each source."""
+        """Return the number of the last add of each source."""
         with self._lock:
             return dict(self._state.last_sequences)
 
     def restore(self, accounts: Mapping[str, GearAccount], sequences: Mapping[str, int]) -> None:
-        """Begin with what became of gradients that do not wait any more, and the last number of each source."""
+        """Start with earlier outcomes of each source's gradients, and its last number."""
         with self._changing():
             self._state.restore(accounts, sequences)
 
     def pop_again(self, ids: Ids) -> DueBatch | None:
-        """Take the batches of these ids out, as :meth:`due` did in another process after the same adds. Others that are
-        due here, since M was larger there, stay."""
+        """Take the batches of these ids, as :meth:`due` did in an earlier process after the same adds.
+
+        Others may be due here, as M was larger there; they stay.
+        """
         with self._changing():
             self._state.close(ids)
             self._state.pop(ids, mean=self._config.reduction == "mean")
             return self._state.taken
 
     def complete(self, failed: Collection[int] = ()) -> None:
-        """The batch that ``due`` gave was applied, but for these ids, of which no gradient could be made."""
+        """Record that the batch of ``due`` was applied, but for ``failed`` ids, which have no gradient."""
         with self._changing():
             self._state.complete(np.fromiter(failed, np.int64, len(failed)))
 
     def account(self, source: str | None = None) -> GearAccount:
-        """What became of the gradients of one source, or of all: ``received`` is the sum of the others."""
+        """Return the outcomes of one source's gradients, or of all; ``received`` is the sum of the others."""
         with self._lock:
             return self._state.account(source)
 
     def accounts(self) -> dict[str, GearAccount]:
-        """What became of the gradients of every source."""
+        """Return the outcomes of each source's gradients."""
         with self._lock:
             return {source: self._state.account(source) for source in self._state.sources}
 
@@ -174,7 +177,7 @@ class GradientBatcher:
     def _sifted(
         self, rows: Floats, lags: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.bool_] | None, Floats, int, int]:
-        """Return which rows are kept (None: all), the rows, scaled, and how many are stale and how many not finite."""
+        """Return which rows are kept (None: all), the rows, scaled, and the numbers of stale and non-finite ones."""
         kept: npt.NDArray[np.bool_] | None = None
         dropped_stale = non_finite = 0
         if not all_finite(rows):

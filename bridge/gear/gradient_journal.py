@@ -1,11 +1,11 @@
-"""Gradients that wait, in a store: what a slow gear leaves when it is killed, and how the next one goes on with it.
+"""Journal of waiting gradients in a store, from which the next slow gear continues after this one was killed.
 
-Records are numbered from 1: a *delivery* as it was counted, a batch that was *taken* for an update, and that it is
-*settled*. Played again in order they make the same batches. An update is pushed under a number that its *taken* record
-names and in the stream that the *head* (record 0) names: sent again by the next process, shards that have it say so.
-Records go when every gradient before them is settled; the head keeps what sources were told then.
+Records are numbered from 1: a counted *delivery*; a batch that was *taken* for an update; an update that is *settled*
+(applied). Replayed in order they make the same batches. An update is pushed under a number from its *taken* record and
+in the stream that the *head* (record 0) names: if the next process sends it again, shards answer that they have it.
+Records are removed when every gradient before them is settled; the head keeps the sources' accounts of that time.
 
-The records outlive the process, not a loss of power: they are not synced to the disk.
+The records survive the process, but not a loss of power: they are not synced to disk.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 _MOST_PROCESSES = 64
 _READ_AT_ONCE = 256
 _SHORT = 256
-"""Records that are not worth a new head."""
+"""Number of records below which a new head does not pay."""
 
 
 class GradientJournal:
-    """See the head of this file. Not thread-safe: one call at a time, in the order in which the batcher changes.
+    """Journal of one dense part, in the format described above. Not thread-safe: call it in the batcher's order.
 
     Costs one write of the store a delivery, of 4·D + 16 bytes an id, and two small ones an update.
     """
 
     def __init__(self, store: FeatureStore, *, max_bytes: int) -> None:
-        """Read the head. The store keeps whatever is not removed. With more than ``max_bytes`` of records it
-        :attr:`is_full`. Raises StateDamaged."""
+        """Read the head. The store must keep records until they are removed. Beyond ``max_bytes`` it :attr:`is_full`.
+
+        Raises StateDamaged.
+        """
         self._store = store
         self._max_bytes = max_bytes
         self.acknowledge: Callable[[int], None] = lambda _: None
@@ -63,29 +65,29 @@ class GradientJournal:
         self._taken: DueBatch | None = None
         self._number: int = self._head["updates"]
         self._mark: tuple[int, int, dict[str, Any]] | None = None
-        """Where records begin once the batch that is out is settled, the bytes of those before, and the head then: no
-        gradient waits beside it."""
+        """First record once the batch that is out is settled, bytes of those before, and the head then; None while
+        other gradients wait beside that batch."""
         self._incarnations: dict[str, int] = self._head["incarnations"]
 
     @property
     def stream(self) -> str:
-        """Ends the name of the stream that updates are pushed in."""
+        """Last part of the name of the stream that updates are pushed in."""
         return str(self._head["stream"])
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """The slow gears that have written here, the last one last."""
+        """Slow gears that have written here, in order."""
         return tuple(self._head["processes"])
 
     @property
     def is_full(self) -> bool:
-        """Whether what waits should be applied, so that records can go."""
+        """Whether waiting gradients should be applied, so that records can be removed."""
         return self._bytes > self._max_bytes
 
     def open(self, table: int, batcher: GradientBatcher) -> dict[str, int]:
-        """Play the records into an empty ``batcher``; return the incarnation of every fast gear.
+        """Replay the records into an empty ``batcher``; return the incarnation of every fast gear.
 
-        Those of another incarnation of the dense table than ``table`` are of before a restore, and dropped.
+        Records of another incarnation of the dense table than ``table`` are from before a restore, and are dropped.
         """
         if self._head["table"] != table:
             records = list(self._records())
@@ -110,17 +112,17 @@ class GradientJournal:
         return self._incarnations
 
     def joined(self, process: str) -> None:
-        """Another slow gear writes here from now on."""
+        """Record that another slow gear writes here from now on."""
         self._head["processes"] = [*self._head["processes"], process][-_MOST_PROCESSES:]
         self._write_head(self._head)
 
     def handed_over(self, batcher: GradientBatcher) -> None:
-        """Another slow gear answers for all that was settled: keep the numbers of deliveries alone."""
+        """Reset the accounts, which the other slow gear has taken over; only the numbers of deliveries stay."""
         if batcher.is_all_taken and self._taken is None:
             self._restart_at(self._next, self._head_now(batcher) | {"accounts": {}, "processes": []})
 
     def delivered(self, delivery: Delivery, dense_version: int) -> None:
-        """Keep a delivery that is about to be counted."""
+        """Record a delivery before it is counted."""
         said = {name: getattr(delivery, name) for name in ("source", "incarnation", "sequence", "lr")}
         said |= {"version": dense_version, "ids": len(delivery.ids)}
         arrays = (delivery.ids.astype("<i8"), delivery.versions.astype("<i8"), delivery.gradients_KD.astype("<f4"))
@@ -128,7 +130,7 @@ class GradientJournal:
         self._incarnations[delivery.source.partition("\t")[0]] = delivery.incarnation
 
     def taken(self, batch: DueBatch, batcher: GradientBatcher) -> int:
-        """Keep that ``batch`` was taken for an update; return the number to push it under. Idempotent."""
+        """Record that ``batch`` was taken for an update; return the number to push it under. Idempotent."""
         if self._taken is not batch:
             self._append({"taken": self._number + 1}, batch.ids.astype("<i8").tobytes())
             self._taken, self._number = batch, self._number + 1
@@ -138,7 +140,7 @@ class GradientJournal:
         return self._number
 
     def settled(self, failed: list[int]) -> None:
-        """Keep that the update is in the dense table, but for gradients of ``failed`` ids; nobody pushes it again."""
+        """Record that the update is in the dense table, but for ``failed`` ids: it is not pushed again."""
         batch = self._taken
         assert batch is not None
         self._append({"settled": failed}, b"")
@@ -173,7 +175,7 @@ class GradientJournal:
         self._bytes += len(record)
 
     def _records(self) -> Iterator[bytes]:
-        """Those there are, to the first gap."""
+        """Yield the records up to the first gap."""
         first = self._head["first"]
         while True:
             for record in self._store.read(np.arange(first, first + _READ_AT_ONCE)):
@@ -188,7 +190,7 @@ class GradientJournal:
         return self._head | now | {"updates": self._number}
 
     def _restart_at(self, first: int, head: dict[str, Any], kept_bytes: int = 0) -> None:
-        """Let records begin at ``first``, which have ``kept_bytes``, and remove those before."""
+        """Let records start at ``first``, with ``kept_bytes`` of them, and remove earlier ones."""
         gone = np.arange(self._head["first"], first)
         self._write_head(head | {"first": first})
         self._store.remove(gone)
@@ -205,7 +207,7 @@ def _header(record: bytes) -> dict[str, Any]:
 
 
 def _settled(accounts: dict[str, Any], batch: DueBatch, failed: list[int]) -> dict[str, Any]:
-    """Accounts as they are once all that is due in them is settled."""
+    """Return the accounts as they will be once all due gradients in them are settled."""
     gone = np.isin(batch.ids, failed)
     dropped, applied = batch.counts[gone].sum(0).tolist(), batch.counts[~gone].sum(0).tolist()
     moved = {}

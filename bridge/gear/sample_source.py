@@ -1,4 +1,4 @@
-"""Where the raw samples of a slow gear come from: a function, a store of bytes, or one tensor of them all.
+"""Sources of a slow gear's raw samples: a function, a store of bytes, or one tensor of them all.
 
 Legend: B samples, K ids.
 """
@@ -20,14 +20,14 @@ from geartrain.ams.values.specs import Ids
 
 Decode = Callable[[bytes], Any]
 SHOWN = 200
-"""Characters of a foreign error that a message repeats."""
+"""Characters of a user's error that a message repeats."""
 
 
 class SampleStore(Protocol):
-    """The part of :class:`geartrain.ams.storage.features.store.FeatureStore` that is used here."""
+    """Part of :class:`geartrain.ams.storage.features.store.FeatureStore` that is used here."""
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """The bytes of each id; None: there is none."""
+        """Return the bytes of each id; None: no sample."""
 
 
 DenseSamples = Callable[[int], Any] | SampleStore | Tensor | Any
@@ -36,13 +36,13 @@ DenseSamples = Callable[[int], Any] | SampleStore | Tensor | Any
 class Samples:
     """Raw samples by id, as tensors of one shape. Thread-safe.
 
-    The source is a function (id -> tensor, array or bytes; ``None`` or LookupError: there is none), a store of bytes
-    with ``read(ids)``, or a tensor [num_ids, ...] whose row i is the sample of id i. ``decode`` makes a tensor of
-    bytes. Up to ``cache_bytes`` of decoded samples are kept, the last used ones; those of a tensor need no cache.
+    The source is a function (id -> tensor, array or bytes; ``None`` or LookupError: no sample), a store of bytes with
+    ``read(ids)``, or a tensor [num_ids, ...] whose row i is the sample of id i. ``decode`` makes a tensor of bytes. Up
+    to ``cache_bytes`` of the decoded samples last used are cached; a tensor's samples need no cache.
     """
 
     def __init__(self, source: DenseSamples, decode: Decode | None = None, *, cache_bytes: int = 256 << 20) -> None:
-        """Raises InvalidArgument: the source is none of these, or bytes without a ``decode``."""
+        """Raises InvalidArgument if the source is none of these, or bytes without a ``decode``."""
         self._rows = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else None
         self._store: Any = source if self._rows is None and hasattr(source, "read") else None
         if self._rows is None and self._store is None and not callable(source):
@@ -58,7 +58,7 @@ class Samples:
         self._lock = threading.Lock()
 
     def batch(self, ids: Ids) -> tuple[Tensor | None, dict[int, Failure]]:
-        """Return the samples [B, ...] of those of ``ids`` [K] that have one, in order, and why the others have none."""
+        """Return the samples [B, ...] of the ``ids`` [K] that have one, in order, and the failures of the others."""
         if self._rows is not None:
             return self._rows_of(ids)
         with self._lock:
@@ -91,7 +91,7 @@ class Samples:
             return self._function(number)
         except LookupError:
             return None
-        except Exception as exc:  # of the user's function, whatever it is: the other ids live
+        except Exception as exc:  # of any kind, from the user's function: other ids continue
             failures[number] = _damaged(number, exc)
             return None
 
@@ -101,7 +101,7 @@ class Samples:
             return
         try:
             sample = torch.as_tensor(raw if self._decode is None else self._decode(raw))
-        except Exception as exc:  # of the user's decoder
+        except Exception as exc:  # from the user's decoder
             failures[number] = _damaged(number, exc)
             return
         with self._lock:
@@ -120,7 +120,7 @@ def _damaged(number: int, exc: Exception) -> Failure:
 
 
 class _Kept:
-    """The last used samples, up to so many bytes."""
+    """LRU cache of samples, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

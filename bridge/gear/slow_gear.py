@@ -1,4 +1,4 @@
-"""``gt.SlowGear``: dense features by id as a module of the fast gear's model.
+"""``gt.SlowGear``: dense features by id, as a module of the fast gear's model.
 
 Legend: D width of a dense feature, K distinct ids, N ids of a call.
 """
@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 
 _DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
-"""In place of the dense version of a feature that is not there."""
+"""Dense version of a missing feature."""
 
 
 class SlowGear(ModuleWithRows):
     """Dense features by id; ``features = image(image_ids)`` has a gradient, which goes back to the slow gears.
 
-    Its parameter has no elements, and stands for the dense part, which lives in the slow gears and in the dense
-    table ``name`` of the cluster. :class:`geartrain.RowOptimizer` delivers the gradients at ``step()``, once for
-    each distinct id, with its learning rate; GradScaler, clipping and LR schedulers work as they do for heads. In
-    ``eval()`` features have no gradient. Not thread-safe (its slow gear is).
+    Its parameter has no elements and stands for the dense part, which is in the slow gears and in the cluster's dense
+    table ``name``. :class:`geartrain.RowOptimizer` delivers the gradients at ``step()``, once for each distinct id,
+    with its learning rate; GradScaler, clipping and LR schedulers work as for heads. In ``eval()`` features have no
+    gradient. Not thread-safe (its slow gear is).
 
-    Cost of a call of K distinct ids: those in the worker's cache cost no network; the others one request per slow gear
-    that holds some of them, 8 bytes an id there and 4·D + 16 bytes back. Of a step: one request per slow gear, 4·D + 16
-    bytes an id.
+    Cost of a call with K distinct ids: hits of the worker's cache need no network; for the others one request to each
+    slow gear that holds some of them, 8 bytes an id there and 4·D + 16 bytes back. Cost of a step: one request to each
+    slow gear, 4·D + 16 bytes an id.
     """
 
     def __init__(
@@ -78,35 +78,35 @@ class SlowGear(ModuleWithRows):
         device: torch.device | str | None = None,
         config: SlowGearConfig = _DEFAULTS,
     ) -> None:
-        """Find the slow gears of the dense part ``name``, or make one here.
+        """Find the slow gears of the dense part ``name``, or create one in this process.
 
-        With ``build`` and ``samples`` the slow gear runs in this process; without, slow gears are found through the
-        cluster's scheduler (``geartrain slowgear``), which were told there what is marked (*) here.
-        ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation; on several slow gears, which
-        make an update each, with SGD alone.
+        With ``build`` and ``samples`` the slow gear runs in this process. Without, slow gears are found through the
+        cluster's scheduler; ``geartrain slowgear`` starts them, with their own values of the settings marked (*).
+        ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation; with several slow gears,
+        each of which makes an update, only for SGD.
 
         Args:
-            cluster: where the dense table is, and through which slow gears are found.
-            name: of the dense part and of its dense table.
+            cluster: Holds the dense table, and finds slow gears.
+            name: Name of the dense part and of its dense table.
             dim: D, width of a dense feature.
-            expire_seconds: a feature that is older is computed again.
-            gradients_per_id: M (*). A backward pass of the dense part for an id waits for M gradients.
-            max_version_lag: a feature more dense updates behind is computed again; None: any will do.
-            on_missing: ids without a sample raise (the features of the others are kept for the next call), or are
-                ``"zeros"`` that get no gradient.
-            mode: with ``"sync"`` ``step()`` returns when the dense updates that it made due are applied.
-            build: a function -> nn.Module, [B, …] samples -> [B, dim].
-            samples: see :class:`~geartrain.bridge.gear.sample_source.Samples`.
-            decode: what makes a tensor of the bytes of a sample.
-            optimizer: of the dense table (*); None: ``gt.SGD(0.01)``.
-            reuse: open the dense table if it is there; else it must not be.
-            device: where the module runs (*).
-            config: rarer settings (*): :class:`geartrain.SlowGearConfig`.
+            expire_seconds: Age above which a feature is computed again.
+            gradients_per_id: M (*), gradients of an id that make a backward pass of the dense part for it.
+            max_version_lag: Dense updates of lag above which a feature is computed again; None: no limit.
+            on_missing: ``"error"``: ids without a sample raise (features of the others are kept for the next call);
+                ``"zeros"``: they are zeros without a gradient.
+            mode: With ``"sync"``, ``step()`` returns after the dense updates that it made due.
+            build: Returns the module, [B, …] samples -> [B, dim].
+            samples: See :class:`~geartrain.bridge.gear.sample_source.Samples`.
+            decode: Makes a tensor of a sample's bytes.
+            optimizer: Optimizer of the dense table (*); None: ``gt.SGD(0.01)``.
+            reuse: Open the dense table if it exists; otherwise it must not exist.
+            device: Device of the module (*).
+            config: Further settings (*): :class:`geartrain.SlowGearConfig`.
 
         Raises:
-            InvalidArgument: a value outside its range.
-            TableExists: the dense table is there, and not ``reuse``.
-            GearUnavailable: no slow gear holds a partition in time.
+            InvalidArgument: A value is outside its range.
+            TableExists: The dense table exists, without ``reuse``.
+            GearUnavailable: No slow gear held a partition in time.
         """
         super().__init__()
         if on_missing not in ("error", "zeros") or mode not in ("async", "sync"):
@@ -127,7 +127,7 @@ class SlowGear(ModuleWithRows):
             cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag, name=name
         )
         self._open: Callable[[bool], DenseEngine] | None = None
-        """Makes the slow gear of this process; None: slow gears are elsewhere."""
+        """Opens the slow gear of this process; None: slow gears are in other processes."""
         self._cluster = cluster
         self._port: GearPort
         self.table: Table
@@ -164,7 +164,7 @@ class SlowGear(ModuleWithRows):
             self._port, self.table = remote, cluster.table(name)
         stream = cluster.write_stream
         self._source = f"{stream.name}/gear/{name}"
-        if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process
+        if not stream.is_named:  # a name of its own: no process, and no second SlowGear here, continues its stream
             self._source += f"/{uuid.uuid4().hex[:8]}"
         self.row_update = GearUpdate(
             self.table, self._port, self._source, stream.incarnation, trains_here=engine is not None
@@ -175,11 +175,11 @@ class SlowGear(ModuleWithRows):
 
     @runs_eagerly
     def forward(self, ids: Tensor) -> Tensor:
-        """Dense features of ``ids`` int64 [...] (any shape, any device) -> [..., D] float32 on their device.
+        """Return dense features of ``ids`` int64 [...] (any shape, any device): [..., D] float32 on their device.
 
-        An id that occurs twice costs once, and its gradients are summed. Raises InvalidIds; SampleNotFound,
-        SampleDamaged, NonFinite (naming the first id without a feature; ``.ids`` of a SampleError are all) unless
-        ``on_missing="zeros"``; GearUnavailable.
+        A repeated id costs once, and its gradients are summed. Raises InvalidIds; unless ``on_missing="zeros"`` also
+        SampleNotFound, SampleDamaged, NonFinite (naming the first id without a feature; ``.ids`` of a SampleError are
+        all); GearUnavailable.
         """
         self.row_update.require_present()
         distinct, places, _ = ops.merge_duplicates(_checked(ids))
@@ -193,40 +193,40 @@ class SlowGear(ModuleWithRows):
 
     @property
     def step(self) -> int:
-        """Deliveries made."""
+        """Number of deliveries made."""
         return self.row_update.step
 
     def flush(self) -> None:
-        """Apply every gradient that waits in the slow gears, of all fast gears, partial batches with their true count.
+        """Apply every waiting gradient in the slow gears, of all fast gears; partial batches with their true count.
 
-        Call it before a snapshot of the cluster: batches that wait are in no snapshot.
+        Call it before a snapshot of the cluster, which contains no waiting gradients.
         """
         self._port.flush()
 
     def account(self) -> GearAccount:
-        """What became of the gradients that this fast gear has delivered."""
+        """Return the outcomes of the gradients that this fast gear has delivered."""
         return self._port.account(self._source)
 
     @property
     def cache(self) -> WorkerCache:
-        """The worker's cache: hits, misses, histograms of age and lag."""
+        """The worker's cache, with hits, misses, histograms of age and lag."""
         return self._cache
 
     @property
     def row_placement(self) -> Placement:
-        """The dense table, for :func:`geartrain.save` and :func:`geartrain.load`."""
+        """Placement of the dense table, for :func:`geartrain.save` and :func:`geartrain.load`."""
         return _GearRows(self, self._cluster)
 
     def close(self) -> None:
-        """Flush a slow gear of this process; let go of connections to others. Idempotent."""
+        """Flush a slow gear of this process, or close the connections to others. Idempotent."""
         self._port.close()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Name, width, step and table; the weights are in snapshots of the cluster."""
+        """Return name, width, step and table; the weights are in snapshots of the cluster."""
         return {"gear": self.name, "dim": self.dim, "step": self.step, "incarnation": self.table.incarnation}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Raises SpecMismatch for a state from before deliveries that the dense part has had since."""
+        """Raises SpecMismatch if the dense part has had deliveries since the state was saved."""
         state = state_dict.get(f"{prefix}_extra_state")
         is_live = isinstance(state, Mapping) and state.get("incarnation") == self.table.incarnation
         if is_live and state["step"] < self.step:
@@ -234,7 +234,7 @@ class SlowGear(ModuleWithRows):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Go on at the saved step. SpecMismatch for another name or width."""
+        """Continue at the saved step. Raises SpecMismatch for another name or width."""
         for key, mine in (("gear", self.name), ("dim", self.dim)):
             if state[key] != mine:
                 raise SpecMismatch(f"the saved slow gear has {key} {state[key]!r}, this one {mine!r}")
@@ -251,7 +251,7 @@ class SlowGear(ModuleWithRows):
             )
 
     def _rebuild(self) -> None:
-        """Make the slow gear of this process once more, over the table that there is now."""
+        """Create the slow gear of this process again, over the current table."""
         assert self._open is not None
         self._port.close()
         self._cache.clear()
@@ -261,7 +261,7 @@ class SlowGear(ModuleWithRows):
         weakref.finalize(self.row_update, engine.abandon)
 
     def _features(self, ids: Ids, device: torch.device) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Vectors [K, D] of distinct ids, and the dense version of each; :data:`_NO_FEATURE` where there is none."""
+        """Return vectors [K, D] of distinct ids, and their dense versions; :data:`_NO_FEATURE` for a missing one."""
         version = self._port.dense_version
         vectors_KD, judged = self._cache.vectors(ids, device, now=self._clock(), dense_version=version)
         if not judged.hits.all():
@@ -287,7 +287,7 @@ class _GearRows(Placement):
         return [self.cluster.table(name).spec for name in names if name in there]
 
     def is_trained(self) -> bool:
-        return max(self._gear.table.versions()) > 1  # the first write is that of the first values
+        return max(self._gear.table.versions()) > 1  # the first write is the first values'
 
     def require_loadable(self) -> None:
         self._gear._require_here()
@@ -301,14 +301,14 @@ class _GearRows(Placement):
 
 @dataclass(eq=False)
 class _Call:
-    """One forward pass: features of ids [K] and their dense versions [K]."""
+    """Forward pass: features of ids [K] and their dense versions [K]."""
 
     update: GearUpdate
     ids: Ids
     versions: npt.NDArray[np.int64]
 
     def queue_row_gradients(self, upstream: Tensor, update: PendingUpdate[Any]) -> None:
-        """Add the gradients [K, D] of the features that there are."""
+        """Add the gradients [K, D] of the features that exist."""
         gradients_KD = download(upstream.to(torch.float32, copy=True))
         there = self.versions != _NO_FEATURE
         ids, versions = self.ids[there], self.versions[there]
@@ -318,7 +318,7 @@ class _Call:
 
 
 class _Delivered(torch.autograd.Function):
-    """The features as they are; their gradient is queued for the step where autograd reaches the stand-in."""
+    """Identity on the features, whose gradient is queued for the step."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, vectors_KD: Tensor, call: _Call) -> Tensor:  # noqa: ARG004
@@ -331,7 +331,7 @@ class _Delivered(torch.autograd.Function):
 
 
 def _refuse_settings(config: SlowGearConfig, given: Mapping[str, object]) -> None:
-    """What slow gears of other processes are told when they are started."""
+    """Raise InvalidArgument for settings that slow gears of other processes get when they are started."""
     names = [name for name, value in given.items() if value is not None]
     names += [
         setting.name

@@ -1,4 +1,4 @@
-"""The thread of a slow gear that makes dense updates as gradients become due."""
+"""Thread of a slow gear that makes dense updates as gradients become due."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateThread:
-    """Applies what is due, again and again, until it is stopped.
+    """Applies due gradients until it is stopped.
 
-    At the end of the process, if not before, it ends after the update under way: torch does not survive being torn
-    out of one.
+    It ends before the process does, after the current update: torch crashes if the interpreter ends within one.
     """
 
     def __init__(self, apply_due: Callable[[], bool], count_due: Callable[[], int], *, tick_seconds: float) -> None:
-        """``apply_due`` makes one update, and says whether one was due; ``count_due`` says how many gradients are. It
-        looks every ``tick_seconds`` for batches that have waited too long."""
+        """Start the thread, which also checks every ``tick_seconds`` for batches that have waited too long.
+
+        ``apply_due`` makes one update, and returns whether one was due; ``count_due`` returns the number of due
+        gradients.
+        """
         self._apply_due = apply_due
         self._count_due = count_due
         self._tick_seconds = tick_seconds
         self._changed = threading.Condition()
         self._is_awake = self._is_ended = False
         self.error: GeartrainError | None = None
-        """Why the last attempt failed; it is repeated."""
+        """Error of the last attempt, which is retried; None: it succeeded."""
         self._thread = threading.Thread(target=self._run, name="geartrain-slow-gear", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
     def wake(self) -> None:
-        """Say that something may be due."""
+        """Wake the thread: something may be due."""
         with self._changed:
             self._is_awake = True
             self._changed.notify_all()
 
     def wait_until_due(self, most: int, longest_seconds: float = 10.0) -> None:
-        """Wait, for so long, while more than ``most`` gradients are due. Raises why, if they are not applied."""
+        """Wait, up to ``longest_seconds``, while more than ``most`` gradients are due. Raises the update's error."""
         if self._count_due() <= most:
             return
         deadline = time.monotonic() + longest_seconds
@@ -57,7 +59,7 @@ class UpdateThread:
         self._thread.join()
 
     def request_stop(self) -> None:
-        """As :meth:`stop`, without waiting for it."""
+        """Ask the thread to end, without waiting for it."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
@@ -87,7 +89,7 @@ class UpdateThread:
             if self.error is None:
                 logger.warning("dense updates wait: %s", exc, exc_info=isinstance(exc, ModuleFailed))
             self.error = exc
-        except Exception as exc:  # a defect of ours must not end the thread: it is tried again
+        except Exception as exc:  # a bug must not end the thread: it retries
             if self.error is None:
                 logger.exception("dense updates wait")
             self.error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")
