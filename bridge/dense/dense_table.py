@@ -101,21 +101,22 @@ class DenseTable(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1, pull_after: bool = True) -> Any:
         """Push the gradients of all parameters, exactly once, then pull the new weights (unless not ``pull_after``).
 
-        A parameter without a gradient has a gradient of zero, which momentum and weight decay act on as on any other;
-        where no parameter has one, nothing is pushed. With ranks every rank calls it, and the update is that of the
-        average of their gradients, all alike as in DDP, FSDP2 and the rows of embeddings: leave ``samples`` out beside
-        those, and make the loss by :func:`geartrain.mean_over_ranks`. Of a module alone ``samples`` may say of how
-        many each rank's loss is the mean (0: it had none), by which the average is weighted. A step that GradScaler
-        skips on one rank is skipped on all, and pushes nothing.
+        A parameter without a gradient has gradient zero, to which momentum and weight decay apply as usual; if no
+        parameter has one, nothing is pushed. With ranks every rank calls it, and the update is by the average of their
+        gradients, as in DDP, FSDP2 and the rows of embeddings: beside those, leave ``samples`` out, and compute the
+        loss by :func:`geartrain.mean_over_ranks`. For a module alone, ``samples`` may give the number of samples in
+        each rank's mean loss (0: none), by which the average is weighted. A step that GradScaler skips on one rank is
+        skipped on all, and pushes nothing.
 
-        Costs, per step: 4·P bytes up and 4·P down over S shards, in one request per shard (4·B more each way for what
-        is beside the parameters, in requests of their own; with ranks the weights are pulled by themselves, and a small
-        request asks for the version). After an error the module may have the new weights of some shards. Raises
-        NonFinite (nothing was pushed anywhere), TableNotFound (nor here: the table was restored since the weights were
-        pulled; call :meth:`refresh`), SyncError, ShardUnavailable. After an error call step() again, which goes on
-        where it stopped (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push
-        that some shard has is not dropped, as the shards count the steps of ranks: the next step() completes it, and
-        then does its own.
+        A step sends 4·P bytes up and 4·P down over S shards, in one request per shard; values beside the parameters add
+        4·B each way in requests of their own; with ranks the weights are pulled separately, and a small request asks
+        for the version.
+
+        Raises NonFinite (nothing was pushed), TableNotFound (nothing was pushed: the table was restored since the
+        weights were pulled; call :meth:`refresh`), SyncError, ShardUnavailable. After an error the module may have the
+        new weights of some shards. Then call step() again, which resumes (no shard applies a push twice), or
+        zero_grad(), which drops what is pending. With ranks a push that some shard has is not dropped, as the shards
+        count the ranks' steps: the next step() completes it, and then makes its own.
         """
         loss = None
         if closure is not None:
@@ -141,25 +142,25 @@ class DenseTable(torch.optim.Optimizer):
     ) -> Done:
         """Push as :meth:`step`, without a pull: ``scale`` · gradients with ``lr`` (None: that of the param_group).
 
-        ``sequence`` numbers it, as the only one of that number to this table: sent again under the same number and
-        stream name (``gt.connect(stream=)``), by this process or one started in its place, it changes nothing and
-        answers ``duplicate``; see ``Cluster.acknowledge``. Errors are those of :meth:`step`; a pending push is
-        continued by the same call.
+        ``sequence`` numbers it, as the only push of that number to this table. Sent again under the same number and
+        stream name (``gt.connect(stream=)``), by this process or its successor, it changes nothing and answers
+        ``duplicate``; see ``Cluster.acknowledge``. Errors are those of :meth:`step`; the same call resumes a pending
+        push.
         """
         lr = float(self.param_groups[0]["lr"]) if lr is None else lr
         return self._push(sequence, lr, scale, samples, skips=False, pulls=False) or Done()
 
     def refresh(self) -> bool:
-        """Pull weights and buffers if the dense version moved, on any shard; True if it did.
+        """Pull weights and buffers if the dense version has changed on any shard; return whether it has.
 
-        What the module changed in its buffers since they were last pushed is kept on top of the server's. Where the
-        table was restored meanwhile, gradients and such changes are dropped: they are of before. Costs one small
-        request per shard, and if it moved 4·(P + B) bytes down.
+        The module's changes of buffers since their last push stay on top of the server's values. If the table was
+        restored, gradients and such changes are dropped, as they are older. Costs one small request per shard, and if
+        the version has changed 4·(P + B) bytes down.
         """
         table = self._weights.table
         if (table.incarnation, table.versions()) == (self._incarnation, self._versions):
             return False
-        if table.incarnation != self._incarnation:  # what is pending is of the weights from before a restore
+        if table.incarnation != self._incarnation:  # pending gradients are of weights before a restore
             self.zero_grad()
             if self._buffers is not None:
                 self._buffers.drop_changes()
@@ -167,9 +168,11 @@ class DenseTable(torch.optim.Optimizer):
         return True
 
     def require_same(self, state: Mapping[str, Any], prefix: str) -> None:
-        """Raise SpecMismatch if a state_dict that is about to be loaded has other parameters than this module, after
-        steps of this process: the next pull would put the table's in their place."""
-        if not self._has_pushed or self._weights.table.incarnation != self._incarnation:  # restored: the next pull says
+        """Raise SpecMismatch if a state_dict to be loaded has other parameters than this module, after steps of this
+        process: the next pull would replace them by the table's."""
+        if (
+            not self._has_pushed or self._weights.table.incarnation != self._incarnation
+        ):  # restored: the next pull counts
             return
         for name, mine in self._tensors.trained.items():
             given = state.get(prefix + name)
@@ -209,7 +212,7 @@ class DenseTable(torch.optim.Optimizer):
         self._update.abandon()
         self._update = None
         if self._buffers is not None:
-            self._buffers.pushed()  # dropped, too: some shards have it, and none may get it twice
+            self._buffers.pushed()  # dropped, too: some shards have it, and must not get it twice
 
     def _push(
         self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool, pulls: bool
@@ -234,7 +237,7 @@ class DenseTable(torch.optim.Optimizer):
             if update.buffers is not None and self._buffers is not None:
                 update.buffers.send()
                 self._buffers.pushed()
-            # The parameters last: once their version has moved, all of the step is there.
+            # The parameters last: once their version has changed, the whole step is there.
             done, came = self._send_and_pull(update.weights) if pulls else (update.weights.send(), None)
         except BaseException as exc:
             update.is_refused |= isinstance(exc, InvalidArgument)
@@ -277,7 +280,7 @@ class DenseTable(torch.optim.Optimizer):
         update, failure = None, None
         try:
             update = None if skips else self._prepared(sequence, lr, scale, samples)
-        except Exception as exc:  # of any kind: the others wait for this rank
+        except Exception as exc:  # of any kind: the other ranks wait for this one
             failure = exc
         mine = _FAILED if failure is not None else _SKIPS if skips else _PUSHES
         answers: list[int] = []
@@ -321,7 +324,7 @@ class DenseTable(torch.optim.Optimizer):
                 scale=scale,
                 group=group,
                 sequence=sequence,
-                checked_on_send=self._buffers is None,  # which are sent before
+                checked_on_send=self._buffers is None,  # otherwise the buffers are sent before
             )
         except NonFinite as exc:
             culprit = self._tensors.first_non_finite()
@@ -373,15 +376,15 @@ def attach(
     """Move the weights of ``module`` to ``cluster`` and train them there; return their optimizer.
 
     The parameters, in the order of ``named_parameters()``, are one float32 vector cut into rows of ``dim``: a table
-    ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other. Modules
-    in 16 bits so have float32 master weights there, and of float64 what float32 holds. Tied parameters are in it once.
-    Buffers (those in the ``state_dict``) and parameters that require no gradient now are in a second table,
-    ``NAME.buffers``, if there are any: frozen parameters are pulled but never pushed, so that nothing moves them;
-    buffers move by what the module changed in them (integers travel as float32 and are rounded): with several workers
-    by the sum of their changes, with ranks by the weighted mean.
+    ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other. So
+    modules in 16 bits have float32 master weights there; float64 values are rounded to float32. Tied parameters are in
+    it once. Buffers (those in the ``state_dict``) and parameters that require no gradient now are in a second table,
+    ``NAME.buffers``, if there are any. Frozen parameters are pulled but never pushed, and so do not change. Buffers
+    change as the module changes them (integers travel as float32 and are rounded): with several workers by the sum of
+    their changes, with ranks by the weighted mean.
 
-    Costs on this host: nothing where parameters lie there in float32 and in order, else 4·P bytes for their values, and
-    as much for their gradients; on the wire see :meth:`DenseTable.step`.
+    Memory on this host: none if parameters are on it in float32 and in order, else 4·P bytes for their values, and as
+    much for their gradients; for traffic see :meth:`DenseTable.step`.
 
     Args:
         module: The module. Load its weights before: the next pull overwrites later changes.
@@ -434,7 +437,7 @@ def attach(
     dense = DenseTable(
         cluster, tensors, weights if wire_dtype is None else weights.with_wire(wire_dtype), buffers, ranks
     )
-    _attached[module] = known = weakref.ref(dense)  # for as long as somebody has both
+    _attached[module] = known = weakref.ref(dense)  # while both are referenced
     module.register_load_state_dict_pre_hook(partial(_require_same, known))  # type: ignore[no-untyped-call]
     return dense
 
@@ -455,9 +458,9 @@ def placement_of(module: nn.Module) -> Placement | None:
 
 
 class _DenseRows(ClusterPlacement):
-    """Placement of one module's tables: of parameters, and of what is not trained."""
+    """Placement of a module's tables: of parameters, and of the other tensors."""
 
-    first_writes = 1  # that of the first values
+    first_writes = 1  # the first values
 
     def __init__(self, dense: DenseTable, cluster: Cluster, stores: list[Store], ranks: SyncRanks | None) -> None:
         super().__init__(cluster, [store.table for store in stores], ranks)

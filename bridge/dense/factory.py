@@ -1,4 +1,4 @@
-"""Making or opening the tables of a module: whoever comes first gives them their values, all others take them."""
+"""Creation of a module's tables: the first worker creates them with its values, all others open them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from geartrain.bridge.rows.tables import as_numpy
 BUFFERS_SUFFIX = ".buffers"
 _POLL_SECONDS = 0.05
 _WIDTH = 4096
-"""Of rows, where nothing says otherwise. A shard goes from row to slots to the next row: of 1,024 values each is over
-before the memory is at speed, and a push with Adam takes a quarter longer; wider rows gain little, and are few to share
-among shards."""
+"""Default row width. A shard goes from a row to its slots to the next row: with 1,024 values each ends before memory
+is at full speed, and a push with Adam takes a quarter longer. Wider rows gain little, and are few to spread over
+shards.
+"""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A table and what its rows mean. The table's seed is the fingerprint of the layout: so every spec names it, also
-    in snapshots."""
+    """A table and the layout of its rows. The table's seed is the layout's fingerprint, so that every spec, also in
+    snapshots, identifies the layout."""
 
     table: Table
     layout: Layout
@@ -40,7 +41,7 @@ class Store:
         return np.arange(self.layout.num_rows, dtype=np.int64)
 
     def with_wire(self, wire_dtype: DTypeName) -> Store:
-        """The same, whose rows travel so."""
+        """Return this table with another wire dtype."""
         return Store(self.table.with_wire(wire_dtype), self.layout)
 
     def assign(self, rows_RD: Tensor) -> None:
@@ -49,7 +50,7 @@ class Store:
 
 
 def width_of(cluster: Cluster, name: str, dim: int | None, *, reuse: bool) -> int:
-    """Return the width of the rows: ``dim``, or else that of the table there is to ``reuse``, or else the usual one."""
+    """Return the width of the rows: ``dim``; else that of the table to ``reuse``; else the default."""
     if dim is not None:
         return dim
     if reuse:
@@ -69,10 +70,10 @@ def open_stores(
     values: Callable[[], tuple[Tensor, Tensor]],
     wait_seconds: float,
 ) -> tuple[Store, Store | None]:
-    """Return the tables of parameters and of what is not trained (None if there is nothing of it).
+    """Return the tables of the parameters and of the other tensors (None if there are none).
 
-    The first comer makes them and assigns ``values()``, parameters last: a table version of at least 1 says that all
-    is there. With ``reuse`` later ones open them. Raises TableExists, SpecMismatch, ClusterNotReady.
+    The first worker creates them and assigns ``values()``, parameters last: a table version of at least 1 means that
+    all values are there. With ``reuse`` later workers open them. Raises TableExists, SpecMismatch, ClusterNotReady.
     """
     try:
         weights = _create(cluster, name, trained, optimizer)
@@ -80,7 +81,7 @@ def open_stores(
         if not reuse:
             raise
         weights = _reuse(cluster, name, trained, optimizer)
-        _await_values(weights, wait_seconds)  # those of the buffers were there before
+        _await_values(weights, wait_seconds)  # the buffers' values were assigned before
         return weights, _reuse(cluster, name + BUFFERS_SUFFIX, others, SGD(1.0)) if others.num_values else None
     made, buffers = [weights], None
     try:
@@ -92,7 +93,7 @@ def open_stores(
             buffers.assign(other_rows_RD)
         weights.assign(weight_rows_RD)
     except BaseException:
-        for store in made:  # or others would wait for their values
+        for store in made:  # otherwise others would wait for their values
             cluster.drop_table(store.table.spec.name)
         raise
     return weights, buffers

@@ -1,4 +1,4 @@
-"""Where the values of tensors lie on the host, for rows to be sent from there and to come there.
+"""Host memory of tensors' values, from which rows are sent and into which they are received.
 
 Legend: P values of all tensors, D width of a row, R = ceil(P / D) rows.
 """
@@ -17,10 +17,10 @@ from geartrain.bridge.rows.tables import as_numpy
 
 
 class HostValues:
-    """Tensors of one layout as rows [R, D] of float32 that lie in the tensors themselves.
+    """Tensors of one layout as rows [R, D] of float32, in the tensors' own memory.
 
-    Those of another dtype or device, or whose values do not lie in order, have theirs in memory of its own: up to
-    4·P bytes, taken when the first such tensor comes.
+    Tensors of another dtype or device, or with values not in order, use a buffer: up to 4·P bytes, allocated with the
+    first such tensor.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -28,7 +28,7 @@ class HostValues:
         self._own_RD: Tensor | None = None
 
     def now(self, tensors: Sequence[Tensor | None]) -> ScatteredRows:
-        """Rows of their values; None counts as zeros. They are read from where they lie until the rows are used."""
+        """Return rows of the tensors' values; None counts as zeros. Values are read in place, when rows are used."""
         elsewhere = [item for item in zip(self._layout.parts, tensors, strict=True) if not _lies_in_order(item[1])]
         if elsewhere:
             self._layout.pack_parts(elsewhere, self._own())
@@ -36,8 +36,9 @@ class HostValues:
 
     @contextmanager
     def coming(self, tensors: Sequence[Tensor]) -> Iterator[ScatteredRows]:
-        """Rows for values that come in the block: after it the tensors have them, in their dtypes. If the block fails,
-        those whose memory the rows lie in may have some.
+        """Yield rows for values to be received in the block, after which the tensors have them, in their dtypes.
+
+        If the block fails, tensors whose memory is used in place may have some of the values.
         """
         pairs = list(zip(self._layout.parts, tensors, strict=True))
         here = [tensor for tensor in tensors if _lies_in_order(tensor)]
@@ -45,7 +46,7 @@ class HostValues:
         try:
             yield rows_RD
         finally:
-            # Behind autograd's back: a graph that needs the values from before has to say so.
+            # Written without autograd: a graph that needs the earlier values must fail.
             torch.autograd.graph.increment_version(here)
         if elsewhere := [pair for pair in pairs if not _lies_in_order(pair[1])]:
             self._layout.unpack_parts(self._own(), elsewhere)
@@ -68,7 +69,7 @@ class HostValues:
 
 
 def _lies_in_order(tensor: Tensor | None) -> bool:
-    # Of other classes the memory may be anywhere.
+    # Subclasses may have their memory anywhere.
     return (
         tensor is not None
         and type(tensor) in (Tensor, nn.Parameter)

@@ -23,7 +23,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor: the values ``start`` … ``stop`` − 1."""
+    """Range ``start`` … ``stop`` − 1 of one tensor's values."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,9 +40,9 @@ class Part:
 
 
 class Layout:
-    """Where the values of tensors are in rows [R, D], tensor after tensor; the last row ends with zeros.
+    """Places of tensors' values in rows [R, D], tensor after tensor; the last row ends with zeros.
 
-    dtypes and devices are no part of it: they may differ between workers, and change.
+    dtypes and devices are not in it: they may differ between workers, and change.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dim: int) -> None:
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> int:
-        """64 bits of names and shapes, in order."""
+        """64-bit hash of names and shapes, in order."""
         text = json.dumps([[part.name, part.shape] for part in self.parts])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -74,7 +74,7 @@ class Layout:
         )
 
     def empty(self) -> Tensor:
-        """Rows [R, D] of zeros, float32, on the host."""
+        """Return rows [R, D] of zeros, float32, on the host."""
         return torch.zeros(self.num_rows, self.dim)
 
     def pack(self, tensors: Sequence[Tensor | None], rows_RD: Tensor) -> None:
@@ -87,7 +87,7 @@ class Layout:
     @staticmethod
     @torch.no_grad()
     def pack_parts(pairs: Sequence[tuple[Part, Tensor | None]], rows_RD: Tensor) -> None:
-        """:meth:`pack` of some."""
+        """Copy some of the tensors to the rows, as :meth:`pack` does."""
         flat = rows_RD.view(-1)
         behind: dict[torch.device, list[tuple[Part, Tensor]]] = {}
         for part, tensor in pairs:
@@ -112,7 +112,7 @@ class Layout:
 
     @torch.no_grad()
     def unpack_parts(self, rows_RD: Tensor, pairs: Sequence[tuple[Part, Tensor]]) -> None:
-        """:meth:`unpack` of some."""
+        """Copy the rows to some of the tensors, as :meth:`unpack` does."""
         flat = rows_RD.view(-1)[: self.num_values]
         on: dict[torch.device, Tensor] = {flat.device: flat}
         for part, tensor in pairs:

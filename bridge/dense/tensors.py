@@ -1,4 +1,4 @@
-"""Which tensors of a module a dense table holds: parameters that are trained, and what is not trained beside them."""
+"""Tensors of a module in a dense table: its trained parameters, and the tensors beside them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST_INTEGER = 2**24
 
 
 class ModuleTensors:
-    """The tensors of ``module`` by name, each once however often it is used (tied parameters).
+    """Tensors of ``module`` by name, each once however often it is used (tied parameters).
 
-    ``trained`` are the parameters that required a gradient at construction. ``others`` are the parameters that did not
-    and the buffers of the module's state_dict: buffers that are not persistent are the module's own affair.
+    ``trained`` are the parameters that required a gradient at construction. ``others`` are the parameters that did not,
+    and the buffers of the module's state_dict; buffers that are not persistent are ignored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,11 +39,11 @@ class ModuleTensors:
 
     @property
     def num_frozen(self) -> int:
-        """How many of :meth:`others`, the first ones, are parameters that are not trained."""
+        """Number of frozen parameters, which come first in :meth:`others`."""
         return len(self._frozen)
 
     def others(self) -> Mapping[str, Tensor]:
-        """What is not trained, as it is now: modules may put other tensors in the place of their buffers."""
+        """Return the current tensors that are not trained; read anew, as modules may replace their buffers."""
         buffers = dict(self._module.named_buffers())
         return {**self._frozen, **{name: buffers[name] for name in self._buffers}}
 
@@ -57,8 +57,10 @@ class ModuleTensors:
                 )
 
     def require_all_trained(self, name: str) -> None:
-        """Raise InvalidArgument for parameters frozen since the module was attached, beside some that are not: their
-        rows would move by momentum and weight decay."""
+        """Raise InvalidArgument if some, not all, parameters were frozen since the module was attached.
+
+        Their rows would still move by momentum and weight decay.
+        """
         frozen = [key for key, item in self.trained.items() if not item.requires_grad]
         if frozen and len(frozen) < len(self.trained):
             raise InvalidArgument(
@@ -67,7 +69,7 @@ class ModuleTensors:
             )
 
     def first_non_finite(self) -> str | None:
-        """Name the first trained parameter whose gradient holds NaN or infinity."""
+        """Return the name of the first trained parameter whose gradient holds NaN or infinity."""
         for name, parameter in self.trained.items():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
@@ -75,13 +77,13 @@ class ModuleTensors:
 
 
 def _require_whole(name: str, tensor: Tensor) -> None:
-    """Raise unless the tensor can travel as float32."""
+    """Raise unless the tensor's values can be sent as float32."""
     if tensor.is_complex():
         raise InvalidArgument(f"{name!r} is {tensor.dtype}; a dense table holds real numbers")
     if tensor.is_meta:
         raise InvalidArgument(f"{name!r} is on the meta device, it has no values; give the module its weights first")
     if tensor.is_floating_point():
-        # What float64 has beyond float32 is rounded away.
+        # float64 values are rounded to float32.
         if not bool(torch.isfinite(tensor.detach().float()).all()):
             raise NonFinite(f"{name!r} holds NaN or infinity (as float32); nothing was sent")
     elif tensor.numel() and max(int(tensor.max()), -int(tensor.min())) > _LARGEST_INTEGER:

@@ -1,1 +1,1 @@
-"""What comes before a training step, done while earlier steps are computed."""
+"""Input pipeline: batches are read, and their rows pulled, while earlier steps are computed."""

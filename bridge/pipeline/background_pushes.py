@@ -1,4 +1,4 @@
-"""The pushes of steps, sent by a thread of its own while the next step is computed."""
+"""Pushes of steps, sent by a background thread while the next step is computed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _POLL_SECONDS = 0.1
 class BackgroundPushes:
     """Sends pushes in the order of their steps, those of a step in one request to each shard.
 
-    After an error nothing more is sent, and nothing is lost: it is raised once where a step, a look-up, a snapshot or
-    the end of the loop comes next. The step after that sends again what is left, each push exactly once;
-    :meth:`drop` gives it up. For one thread, beside its own.
+    After an error nothing more is sent, and nothing is lost: the error is raised once, at the next step, look-up,
+    snapshot or end of the loop. The step after that sends what is left again, each push exactly once; :meth:`drop`
+    drops it. Used by one thread, beside its own.
     """
 
     def __init__(self) -> None:
         self._left: deque[Sequence[RowWrite]] = deque()
-        """The pushes of steps that are not all sent, the oldest first."""
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # no lock of it can be left taken by Ctrl-C
+        """Pushes of steps that are not all sent, the oldest first."""
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # Ctrl-C cannot leave a lock of it locked
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -35,11 +35,11 @@ class BackgroundPushes:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every push was applied, or given up."""
+        """Whether every push was applied, or dropped."""
         return not self._left
 
     def submit(self, writes: Sequence[RowWrite]) -> None:
-        """Send the pushes of one step, some time. There must be no error."""
+        """Queue the pushes of one step. There must be no error."""
         for write in writes:
             write.announce()
         self._left.append(writes)
@@ -49,11 +49,11 @@ class BackgroundPushes:
             )
             uninterrupted(self._thread.start)
         self._orders.put(True)
-        if self.is_closed:  # perhaps before that, and then the thread does not take it
+        if self.is_closed:  # perhaps closed before the submit, which the thread then does not see
             self._send_rest()
 
     def _send_rest(self) -> None:
-        """Once the thread has ended, here."""
+        """Send what is left from this thread, after the other has ended."""
         assert self._thread is not None
         self._thread.join()
         while self._left and self._error is None:
@@ -65,8 +65,8 @@ class BackgroundPushes:
                 self._left.popleft()
 
     def wait(self, most: int = 0) -> None:
-        """Wait until the pushes of at most so many steps are under way. Raises an error if it is why more stay, and is
-        news.
+        """Wait until the pushes of at most ``most`` steps are left. Raises an error that was not raised before, if more
+        stay because of it.
         """
         while len(self._left) > most and self._error is None:
             try:
@@ -79,10 +79,10 @@ class BackgroundPushes:
             try:
                 raise error
             finally:
-                del error  # or it would hold itself, by way of this frame
+                del error  # otherwise it would keep itself alive through this frame
 
     def raise_or_retry(self) -> None:
-        """Before a step: raise an error that is news, send again what is left after one that was raised."""
+        """Raise an error that was not raised before; otherwise resend what is left. Called before a step."""
         if self._error is None:
             return
         self.wait()
@@ -92,7 +92,7 @@ class BackgroundPushes:
         self._reset()
 
     def drop(self) -> None:
-        """Give up what is left after an error that was raised."""
+        """Drop what is left after an error that was raised."""
         if self._is_raised:
             for writes in self._left:
                 for write in writes:
@@ -101,7 +101,7 @@ class BackgroundPushes:
             self._reset()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Send what is left, then end the thread; wait for that no longer than so. Idempotent."""
+        """Send what is left, then end the thread; wait for it up to ``timeout_seconds``. Idempotent."""
         self.is_closed = True
         self._orders.put(False)
         thread = self._thread
@@ -117,7 +117,7 @@ class BackgroundPushes:
         while orders.get():
             try:
                 _send(self._left[0])
-            except BaseException as exc:  # raised where somebody waits
+            except BaseException as exc:  # raised by the thread that waits
                 self._error = exc
                 self._news.put(None)
                 return

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Work = Callable[[Any], Any]
 _FORGOTTEN_SECONDS = 5.0
-"""How long a run that nobody holds any more waits for each thread. The garbage collector ends it, in any place: one may
-need what is held there."""
+"""Longest wait for each thread of a run that is not referenced any more. The garbage collector ends such a run, at any
+point: a thread may need a lock that is held there."""
 
 
 def prefetch(
@@ -35,47 +35,48 @@ def prefetch(
     stages: Sequence[Work | tuple[Work, int]] = (),
     pull_threads: int = 1,
 ) -> Prefetch:
-    """Read batches, merge their ids and pull their rows while the steps before are computed.
+    """Read batches, merge their ids and pull their rows while earlier steps are computed.
 
         for batch, vectors in gt.prefetch(loader, fields):     # for batch in loader: vectors = fields(batch)
             loss = criterion(model(vectors), batch["click"])
             loss.backward(); optimizer.step(); rows.step()
 
-    Each stage has a thread or several: the loader one, every function of ``stages``, ids and pull. Batches keep their
-    order. The body of the loop is the caller's. With ``staleness=0`` a run equals the plain loop bit by bit: before
-    vectors are handed out, the rows that this process has written since they were pulled, and only those, are pulled
-    again. An error of a stage is raised where the plain loop would raise it, after the batches before it; it ends the
-    iteration. So do ``break``, Ctrl-C and the garbage collector: threads end with what they are at, and a generator is
-    closed.
+    Each stage has one or several threads: the loader has one, then come the functions of ``stages``, and the merge of
+    ids and pull. Batches keep their order. The loop's body runs in the caller's thread. With ``staleness=0`` a run
+    equals the plain loop bit by bit: before vectors are returned, the rows that this process has written since their
+    pull, and only those, are pulled again. An error of a stage is raised where the plain loop would raise it, after the
+    batches before it; it ends the iteration, as do ``break``, Ctrl-C and garbage collection: threads end after their
+    current item, and a generator is closed.
 
     Args:
-        loader: Gives batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. A batch is memory
-            of its own, for others are read while it is used.
-        fields: Whose vectors are wanted, or several groups, of one cluster or of several. A :class:`gt.Embedding`
-            finds its ids in the batch under its name.
-        depth: Batches, at most, that a stage is ahead of the next, >= 1; one more for each further thread of it.
-        staleness: Steps of this process, at most, whose pushes the rows may lack, >= 0. Those of other workers are
-            in rows as of when they were pulled; but groups of mode "sync" or SSP are pulled when they are handed out,
-            or with a ``staleness``, at most so many steps of this process before. With a ``staleness`` pushes are
-            sent in the background: an error of one is raised by the next step or batch; the look-ups of a group,
-            ``gt.save``, snapshots, and the end of the loop wait for them.
+        loader: Yields batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. Each batch has
+        its
+            own memory, as later ones are read while it is used.
+        fields: The group to look up, or several groups, of one cluster or of several. A :class:`gt.Embedding` finds its
+            ids in the batch under its name.
+        depth: Most batches that a stage is ahead of the next one, >= 1; one more for each further thread of it.
+        staleness: Most steps of this process whose pushes the rows may lack, >= 0. Pushes of other workers are included
+            up to the pull of the rows. Groups of mode "sync" or SSP are pulled when their vectors are returned; with a
+            ``staleness``, at most so many steps of this process before. With a ``staleness`` pushes are sent in the
+            background: an error is raised by the next step or batch; a group's look-ups, ``gt.save``, snapshots, and
+            the end of the loop wait for them.
         stages: Functions batch -> batch between the loader and the lookup, in order. ``(function, 4)`` is called by 4
-            threads at once, and pays where it waits or leaves Python, as decoding and numpy do.
-        pull_threads: Batches, at most, whose ids are merged and rows pulled at once, >= 1. More than one pays where
-            shards are other processes or machines.
+            threads at a time, which pays where it waits or releases the GIL, as decoding and numpy do.
+        pull_threads: Most batches whose ids are merged and rows pulled at a time, >= 1. More than one pays where shards
+            are other processes or machines.
 
     Returns:
-        An iterable of (batch, vectors), with the loader's ``len()``. Vectors are what ``fields(batch)`` returns; of
-        several groups a tuple. ``torch.no_grad()`` around the loop holds for them, too.
+        An iterable of (batch, vectors), with the loader's ``len()``. Vectors are what ``fields(batch)`` returns; for
+        several groups a tuple. ``torch.no_grad()`` around the loop applies to them, too.
 
     Raises:
-        InvalidArgument: an argument is something else.
+        InvalidArgument: An argument is invalid.
     """
     return Prefetch(loader, fields, depth=depth, staleness=staleness, stages=stages, pull_threads=pull_threads)
 
 
 class Prefetch:
-    """What :func:`prefetch` returns. Each ``iter()`` is a run of its own over the loader."""
+    """Iterable of :func:`prefetch`. Each ``iter()`` is a separate run over the loader."""
 
     def __init__(
         self,
@@ -103,16 +104,16 @@ class Prefetch:
         works = [stage.work for stage in self._stages]
         names = [f"{n}: {getattr(work, '__name__', type(work).__name__)}" for n, work in enumerate(works, 1)]
         self.times = {name: StageTime() for name in ("read", *names, "pull", "hand out", "loop")}
-        """What each stage has taken, over all runs: "hand out" pulls rows again and pools, "loop" is the body."""
+        """Time of each stage, over all runs: "hand out" pulls rows again and pools, "loop" is the body."""
         self.refreshed_rows = 0
-        """Rows that were pulled again, over all runs."""
+        """Number of rows that were pulled again, over all runs."""
 
     def __iter__(self) -> PrefetchRun:
         return PrefetchRun(self)
 
     @property
     def updates(self) -> list[PendingUpdate[Any]]:
-        """Those of all groups."""
+        """Pending updates of all groups."""
         return [part.row_update for group in self._groups for part in group.trained]
 
     def __len__(self) -> int:
@@ -120,16 +121,16 @@ class Prefetch:
 
 
 class _Ready(NamedTuple):
-    """A batch, and its rows."""
+    """Batch, and its rows."""
 
     batch: Any
     pulled: Sequence[BatchRows]
     marks: Mapping[WriteLog, int]
-    """What was written by then."""
+    """Positions in the logs of writes at the time of the pull."""
 
 
 class PrefetchRun(Iterator[tuple[Any, Any]]):
-    """One run over a loader. ``close()`` ends it; so does to forget it."""
+    """Run over a loader. ``close()`` ends it, as does garbage collection."""
 
     def __init__(self, of: Prefetch) -> None:
         self._of = of
@@ -165,9 +166,9 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         return handed_out
 
     def close(self) -> None:
-        """End the run: stop the threads once they have ended what they are at, pushes that wait included. Idempotent.
+        """End the run: stop the threads after their current items, waiting pushes included. Idempotent.
 
-        Raises the error of a push in the background that is news.
+        Raises an error of a background push that was not raised before.
         """
         self._stop()
         if self._pushes is not None:
@@ -187,7 +188,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         of, times = self._of, list(self._of.times.values())
         items = iter(of._loader)
         try:
-            # Here, as in a plain loop, for a loader draws the seed of its order from torch's generator.
+            # In this thread, as in a plain loop: a loader draws its shuffling seed from torch's generator.
             begun = now()
             first = next(items)
             for group in of._groups:
@@ -201,7 +202,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             raise
 
     def _push_later(self) -> None:
-        """Have steps send their pushes in the background, where rows may lack some."""
+        """Let steps send their pushes in the background, if rows may lack some."""
         groups = [group for group in self._of._groups if group.rows.pushes_rows_alone and not group.rows.is_bounded]
         if not self._of._staleness or not groups:
             return
@@ -220,7 +221,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
     def _hand_out(self, ready: _Ready) -> tuple[Any, Any]:
         begun = now()
         missing = self._of._staleness
-        for update in self._of.updates:  # of an evaluation within a training run, those of that
+        for update in self._of.updates:  # an evaluation within a training run waits for that run's pushes
             if update.background is not None:
                 update.background.wait(missing)
         for group in self._of._groups:
@@ -255,13 +256,13 @@ def _stage(given: Any) -> Stage:
 
 
 def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteReader], staleness: int) -> Work:
-    """The stage that merges ids and pulls rows."""
+    """Return the stage that merges ids and pulls rows."""
     readers = dict(readers)
 
     def pull_rows(batch: Any) -> _Ready:
         pulled = [group.merged(batch) for group in groups]
         marks = {log: reader.mark() for log, reader in readers.items()}
-        pull(item for item in pulled if staleness or not item.is_bounded)  # they would all be pulled again
+        pull(item for item in pulled if staleness or not item.is_bounded)  # bounded ones would all be pulled again
         return _Ready(batch, pulled, marks)
 
     return pull_rows

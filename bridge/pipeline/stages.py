@@ -1,4 +1,4 @@
-"""Items of an iterator through functions, each on threads of its own, in order, with bounded queues between them."""
+"""Pipeline of functions over an iterator's items, each on its own threads, in order, with bounded queues between."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from geartrain.ams.values.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
-"""A Ctrl-C that comes just before the main thread goes to sleep does not wake it: it looks by itself."""
+"""Seconds between wake-ups of the main thread, as Ctrl-C just before a wait does not end it."""
 _STOPPED = object()
 _END = object()
 _this_thread = threading.local()
 
 
 class Stage(NamedTuple):
-    """A function item -> item, and how many threads call it."""
+    """Function item -> item, and its number of threads."""
 
     work: Callable[[Any], Any]
     num_threads: int = 1
@@ -30,16 +30,16 @@ class Stage(NamedTuple):
 
 @dataclass
 class StageTime:
-    """What one stage has taken so far."""
+    """Accumulated time of one stage."""
 
     items: int = 0
     seconds: float = 0.0
-    """Without the time that it waited for others."""
+    """Wall time without waits for other stages."""
     cpu_seconds: float = 0.0
-    """Of its threads."""
+    """CPU time of its threads."""
 
     def count(self, begun: tuple[float, float]) -> None:
-        """One more item, begun at such a :func:`now`."""
+        """Count one item, and the time since ``begun``, a result of :func:`now`."""
         seconds, cpu_seconds = now()
         self.items += 1
         self.seconds += seconds - begun[0]
@@ -47,19 +47,23 @@ class StageTime:
 
 
 def now() -> tuple[float, float]:
-    """Seconds of the clock, and of this thread's CPU."""
+    """Return the clock's seconds, and this thread's CPU seconds."""
     return time.perf_counter(), time.thread_time()
 
 
 class Pipeline:
-    """The threads. They end with the items, with an error, or when they are told to stop.
+    """Threads of the stages. They end with the items, with an error, or by :meth:`stop`.
 
-    They know nothing of who takes the items, who can thus be forgotten while they run.
+    They do not refer to the consumer, which can be garbage-collected while they run.
     """
 
     def __init__(self, names: Sequence[str], depth: int, stages: Sequence[Stage]) -> None:
-        """``stages`` are those after the reader. ``names``: of all, the reader's first. ``depth``: items that a stage
-        may be ahead of the next; each thread but its first is at one more.
+        """Prepare the threads; :meth:`start` starts them.
+
+        Args:
+            names: Names of all stages, the reader's first.
+            depth: Items that a stage may be ahead of the next; each thread but its first adds one.
+            stages: Stages after the reader.
         """
         self._stages = stages
         self._queues = [_Queue(depth), *(_Queue(depth + stage.num_threads - 1) for stage in stages)]
@@ -70,7 +74,7 @@ class Pipeline:
         self._num_taken = 0
 
     def start(self, first: Any, items: Iterator[Any], times: Sequence[StageTime]) -> None:
-        """Begin with the item ``first``, already read. The iterator is the reader's from now on, which closes it."""
+        """Start with the item ``first``, already read. The iterator then belongs to the reader, which closes it."""
         self._queues[0].reserve()
         self._queues[0].place().put(first)
         self._interrupt = getattr(items, "interrupt", self._interrupt)
@@ -82,41 +86,41 @@ class Pipeline:
                 self._run(self._names[number], workers.run)
 
     def _run(self, name: str, target: Callable[[], None]) -> None:
-        # A daemon: the process can end while a loader waits for data. Whoever takes the items stops them before.
+        # A daemon thread, so that the process can end while a loader waits for data. Consumers stop it before that.
         thread = threading.Thread(target=target, name=f"geartrain-{name}", daemon=True)
         self._threads.append(thread)
         uninterrupted(thread.start)
 
     @property
     def has_started(self) -> bool:
-        """Whether the iterator is a thread's by now."""
+        """Whether the iterator belongs to a thread by now."""
         return any(thread.ident is not None for thread in self._threads)
 
     def next(self) -> Any:
-        """The next item. Raises what a stage has raised, once the items before have been taken; StopIteration."""
+        """Return the next item. Raises a stage's error after the items before it, or StopIteration."""
         item = self._queues[-1].get()
         if item is _END or item is _STOPPED:
             raise StopIteration
         if isinstance(item, _Failure):
             error = item.error
             try:
-                if isinstance(error, StopIteration):  # would end the caller's loop as if there were no more items
+                if isinstance(error, StopIteration):  # it would end the caller's loop as if there were no more items
                     raise RuntimeError("a stage has raised StopIteration") from error
                 raise error
             finally:
-                del error, item  # or the error would hold itself, by way of this frame
+                del error, item  # otherwise the error would keep itself alive through this frame
         self._num_taken += 1
         return item
 
     def stop(self, timeout_seconds: float | None = None) -> None:
-        """Drop what was not taken, and wait until the threads have ended what they are at. Idempotent.
+        """Drop remaining items, and wait until the threads have finished their current ones. Idempotent.
 
-        The garbage collector may call it from anywhere, also where a lock is held that a thread needs: so it has a
-        ``timeout_seconds`` for each thread, and none is waited for on another of such threads.
+        The garbage collector may call it anywhere, also while a lock is held that a thread needs: hence
+        ``timeout_seconds`` for each thread; on a pipeline's own thread it does not wait.
         """
         for one in self._queues:
             one.stop()
-        self._interrupt()  # of an iterator that may wait for long, and says how that is ended
+        self._interrupt()  # an iterator that may wait for long and has a way to be interrupted
         for thread in self._threads:
             if thread.ident is not None and not is_stage():
                 thread.join(timeout_seconds)
@@ -124,36 +128,36 @@ class Pipeline:
 
 
 def mark_as_stage() -> None:
-    """This thread is one of a pipeline."""
+    """Mark this thread as one of a pipeline."""
     _this_thread.is_stage = True
 
 
 def is_stage() -> bool:
-    """Whether this thread is one of a pipeline."""
+    """Return whether this thread is one of a pipeline."""
     return getattr(_this_thread, "is_stage", False)
 
 
 class _Read:
-    """What became of the items that were read: an iterator that can is given back those that nobody has taken."""
+    """Count of items that were read, to return those that were not consumed to an iterator that accepts them."""
 
     def __init__(self) -> None:
         self.count = 1
-        """With the first, which was read before."""
+        """Number of items read, with the first one."""
         self.give_back: Callable[[int], None] = lambda _: None
         self._num_taken: int | None = None
-        """None: they are taken still."""
+        """Number of items consumed; None: not known yet."""
         self._is_ended = False
         self._todo: list[None] = [None]
-        """Empty once it was done: by whoever comes last, the reader or who stops it."""
+        """Empty once items were returned, which the reader or the stopping thread does, whichever is last."""
 
     def stop(self, num_taken: int) -> None:
-        """Nobody takes any more."""
+        """Record that no more items are consumed."""
         if self._num_taken is None:
             self._num_taken = num_taken
         self._check()
 
     def stop_reading(self) -> None:
-        """Nobody reads any more."""
+        """Record that no more items are read."""
         self._is_ended = True
         self._check()
 
@@ -174,9 +178,9 @@ class _Failure:
 
 
 class _Queue:
-    """Room for so many items between stages.
+    """Bounded queue between stages.
 
-    Of SimpleQueues, for those have no lock that Ctrl-C could leave taken.
+    Made of SimpleQueues, which have no lock that Ctrl-C could leave locked.
     """
 
     def __init__(self, depth: int) -> None:
@@ -187,24 +191,24 @@ class _Queue:
             self._room.put(None)
 
     def reserve(self) -> bool:
-        """Wait for room for one more. False: stopped."""
+        """Wait for room for one more item; return False if the queue was stopped."""
         self._room.get()
         if self._is_stopped:
-            self._room.put(None)  # for the others that wait
+            self._room.put(None)  # for other waiting threads
         return not self._is_stopped
 
     def place(self) -> queue.SimpleQueue[Any]:
-        """The next place in the room that was reserved: whoever took it puts its item there, always."""
+        """Return the next place in the reserved room, into which the caller must put its item."""
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._places.put(made)
         return made
 
     def get(self) -> Any:
-        """The item of the oldest place, once it is there."""
+        """Return the item of the oldest place, once it is there."""
         place = _taken(self._places)
         item = _STOPPED if self._is_stopped else _taken(place)
         if self._is_stopped:
-            self.place()  # for who asks again
+            self.place()  # for the next call
             return _STOPPED
         self._room.put(None)
         return item
@@ -233,7 +237,7 @@ def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> No
             except StopIteration:
                 to.place().put(_END)
                 return
-            except BaseException as exc:  # raised where the items are taken
+            except BaseException as exc:  # raised to the consumer
                 to.place().put(_Failure(exc))
                 return
             taken.count(begun)
@@ -248,7 +252,7 @@ def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> No
 
 
 def close(items: Any) -> None:
-    """End an iterator that has an end, as generators do."""
+    """Close an iterator that can be closed, such as a generator."""
     end = getattr(items, "close", None)
     if not callable(end):
         return
@@ -259,23 +263,23 @@ def close(items: Any) -> None:
 
 
 class _Workers:
-    """The threads of one stage: they take items in order, and hand them on in that order, whichever is done first."""
+    """Threads of one stage: they pass items on in their order, whichever is finished first."""
 
     def __init__(self, work: Callable[[Any], Any], source: _Queue, to: _Queue, times: StageTime) -> None:
         self._work, self._source, self._to, self._times = work, source, to, times
-        self._turn = threading.Lock()  # the caller's thread, which Ctrl-C may interrupt, never takes it
+        self._turn = threading.Lock()  # never locked by the caller's thread, which Ctrl-C may interrupt
         self._counting = threading.Lock()
         self._is_over = False
 
     def run(self) -> None:
-        """Work until there is no more, or until an error."""
+        """Work until there are no more items, or until an error."""
         mark_as_stage()
         while (taken := self._next_item()) is not None:
             item, place = taken
             begun = now()
             try:
                 item = self._work(item)
-            except BaseException as exc:  # raised where the items are taken
+            except BaseException as exc:  # raised to the consumer
                 self._is_over = True
                 item = _Failure(exc)
             else:
@@ -285,7 +289,7 @@ class _Workers:
             del taken, item, place
 
     def _next_item(self) -> tuple[Any, queue.SimpleQueue[Any]] | None:
-        """The next item and the place for what it becomes; None: there is no more."""
+        """Return the next item and the place for its result; None: there are no more."""
         with self._turn:
             if self._is_over or not self._to.reserve():
                 return None

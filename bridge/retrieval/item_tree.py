@@ -1,7 +1,7 @@
-"""A binary tree with an item at each leaf: its shape, its clustering, and the ids of its nodes.
+"""Binary tree with an item at each leaf: its shape, its clustering, and the ids of its nodes.
 
-Legend: K items, D width of their vectors, L depth of the leaves; the root is level 0. A node is known by its level and
-its slot there, from 0 to 2^level - 1; its children have the slots 2·slot and 2·slot + 1.
+Legend: K items, D width of their vectors, L depth of the leaves; the root is level 0. A node is given by its level and
+its slot in it, from 0 to 2^level - 1; its children have the slots 2·slot and 2·slot + 1.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from geartrain.ams.values.specs import Ids
 Floats = npt.NDArray[np.float32]
 
 _ROUNDS = 10
-"""Of two centers that move to the means of their halves."""
+"""Iterations in which both centers move to the means of their halves."""
 
 
 class ItemTree:
-    """A balanced binary tree over K items, all leaves at one level.
+    """Balanced binary tree over K items, all leaves at one level.
 
         tree = gt.ItemTree.from_vectors(item_ids, vectors)     # items near each other are near in the tree
         tree.node_ids(items)                                   # [N, L]: the nodes above each, and its leaf
 
-    The halves of a node's items differ by one at most, so that L = ⌈log2 K⌉. The id of a leaf is ``2·item + 1``, and
-    does not change with the tree; those of inner nodes are even.
+    The halves of a node's items differ by at most one, so L = ⌈log2 K⌉. The id of a leaf is ``2·item + 1``, whatever
+    the tree; ids of inner nodes are even.
     """
 
     def __init__(self, items: Any) -> None:
-        """Put ``items`` [K] in a row and halve it until single items are left: neighbours stay together.
+        """Halve the sequence of ``items`` [K] until single items are left: neighbours stay together.
 
         Raises InvalidIds for items that occur twice, are negative or >= 2^62, or are fewer than two.
         """
@@ -42,13 +42,13 @@ class ItemTree:
         if int(given.min()) < 0 or int(given.max()) >= 2**62:
             raise InvalidIds(f"items go from {given.min()} to {given.max()}; they must lie in [0, 2^62)")
         self.items: Ids = given.astype(np.int64)
-        """[K], from the left to the right."""
+        """[K], from left to right."""
         self._places = np.argsort(self.items, kind="stable")
         self._sorted = self.items[self._places]
         if len(twice := np.flatnonzero(self._sorted[1:] == self._sorted[:-1])):
             raise InvalidIds(f"item {self._sorted[twice[0]]} occurs twice among the items; give each once")
         self.depth = int(len(self.items) - 1).bit_length()
-        """L."""
+        """Depth of the leaves (L)."""
         counts = np.array([len(self.items)])
         self._slots: list[Ids] = [np.zeros(1, np.int64)]
         for _ in range(self.depth):
@@ -57,10 +57,11 @@ class ItemTree:
 
     @classmethod
     def from_vectors(cls, items: Any, vectors: Any) -> ItemTree:
-        """The tree of ``items`` [K] by their ``vectors`` [K, D]: each node's are parted by 2-means into equal halves.
+        """Return the tree of ``items`` [K] by their ``vectors`` [K, D]; 2-means splits each node's into equal halves.
 
-        Two centers begin at items far from each other; the half that is nearer to the one than to the other moves it to
-        its mean, ten times. Costs O(K·D·log K). Raises InvalidArgument for vectors of another shape, or not finite.
+        Two centers start at items far from each other. Ten times, the half that is nearer to one than to the other
+        moves the center to its mean. Costs O(K·D·log K). Raises InvalidArgument for vectors of another shape, or not
+        finite.
         """
         unordered = cls(items)
         points = np.asarray(as_array(vectors, InvalidArgument, "vectors"), np.float32)
@@ -81,11 +82,11 @@ class ItemTree:
         return cls(unordered.items[order])
 
     def slots_at(self, level: int) -> Ids:
-        """Those of the nodes of a level, rising."""
+        """Return the slots of a level's nodes, ascending."""
         return self._slots[level]
 
     def slots_of(self, items: Any) -> Ids:
-        """The slots [N] of the leaves of ``items`` [N]. Raises InvalidIds that names one that is not in the tree."""
+        """Return the slots [N] of the leaves of ``items`` [N]. Raises InvalidIds that names one not in the tree."""
         wanted = np.asarray(as_array(items, InvalidIds, "items"))
         places = np.minimum(np.searchsorted(self._sorted, wanted), len(self.items) - 1)
         if len(missing := np.flatnonzero(self._sorted[places] != wanted)):
@@ -93,31 +94,31 @@ class ItemTree:
         return self._slots[self.depth][self._places[places]]
 
     def node_ids(self, items: Any) -> Ids:
-        """The ids [N, L] of the nodes on the way to each of ``items`` [N], from level 1 to its leaf."""
+        """Return the ids [N, L] of the nodes on the way to each of ``items`` [N], from level 1 to its leaf."""
         slots = self.slots_of(items)
         above = [self.ids_at(level, slots >> (self.depth - level)) for level in range(1, self.depth + 1)]
         return np.stack(above, 1)
 
     def ids_at(self, level: int, slots: Ids) -> Ids:
-        """The ids, of the same shape, of nodes of a level."""
+        """Return the ids of a level's nodes, in the shape of ``slots``."""
         if level == self.depth:
             return leaf_ids(self.items_at(slots))
         return 2 * ((1 << level) - 1 + slots)
 
     def items_at(self, slots: Ids) -> Ids:
-        """The items, of the same shape, at leaves; those of slots that are not there mean nothing."""
+        """Return the items at leaves, in the shape of ``slots``; undefined for slots that do not exist."""
         places = np.searchsorted(self._slots[self.depth], slots)
         return self.items[np.minimum(places, len(self.items) - 1)]
 
     def children(self, level: int, slots: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """The slots [..., 2n] at ``level`` of the children of nodes [..., n] of the level above; which are there."""
+        """Return slots [..., 2n] at ``level`` of the children of nodes [..., n], and whether each exists."""
         below = np.stack([2 * slots, 2 * slots + 1], -1).reshape(*slots.shape[:-1], -1)
         known = self._slots[level]
         is_there = known[np.minimum(np.searchsorted(known, below), len(known) - 1)] == below
         return below, is_there
 
     def others(self, level: int, slots: Ids, count: int, rng: np.random.Generator) -> Ids:
-        """For each of ``slots`` [N], ``count`` other nodes [N, count] of that level, drawn evenly, repetitions too."""
+        """Return ``count`` other nodes [N, count] of a level for each of ``slots`` [N], drawn evenly, with repeats."""
         known = self._slots[level]
         own = np.searchsorted(known, slots)[:, None]
         drawn = rng.integers(0, len(known) - 1, (len(slots), count))
@@ -125,17 +126,17 @@ class ItemTree:
 
 
 def leaf_ids(items: Any) -> Ids:
-    """The ids, of the same shape, of the leaves of items: those by which a history is looked up among the nodes."""
+    """Return the ids of items' leaves, in their shape; a history looks them up among the nodes."""
     return 2 * np.asarray(items, np.int64) + 1
 
 
 def _left_first(points: Floats, half: int) -> npt.NDArray[np.int64]:
-    """The order of the points [n, D] by which the first ``half`` belong together."""
+    """Return the order of the points [n, D] in which the first ``half`` belong together."""
     left = points[_farthest(points, points.mean(0))]
     right = points[_farthest(points, left)]
     order = np.arange(len(points))
     for _ in range(_ROUNDS if len(points) > 2 else 0):
-        # The difference of the squared distances to both, but for what is equal for all points.
+        # Difference of the squared distances to both centers, up to a constant.
         found = np.argsort(points @ (right - left), kind="stable")
         if (found == order).all():
             break

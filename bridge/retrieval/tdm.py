@@ -1,4 +1,4 @@
-"""TDM: a click model scores the nodes of a tree of items, level by level, and finds the best items on the way down.
+"""TDM: a click model scores the nodes of an item tree, level by level, and so finds the best items.
 
 Legend: B samples, L levels below the root, M nodes of each sample, n nodes of a beam.
 """
@@ -31,9 +31,9 @@ class TDM(nn.Module):
         items_BK, logits_BK = tdm.retrieve({"user": users_B}, k=10, beam=50)
         tdm.rebuild()                                          # a better tree, by the embeddings learned; train on
 
-    For a clicked item every node above it is to be told from ``negatives`` other nodes of the same level, so that each
-    level becomes a coarse ranking of what lies below. The search keeps the ``beam`` best nodes of a level and looks at
-    their children: O(beam · log2 K) scores instead of K. Source: Zhu et al., "Learning Tree-based Deep Model for
+    For a clicked item the network learns to tell every node above it from ``negatives`` other nodes of the same level,
+    so that each level is a coarse ranking of the items below. The search keeps the ``beam`` best nodes of a level and
+    scores their children: O(beam · log2 K) scores instead of K. Source: Zhu et al., "Learning Tree-based Deep Model for
     Recommender Systems" (2018), sections 3.2 and 3.3.
 
     The embeddings of nodes are rows of the fields ``node``; those of leaves have ids of their items
@@ -49,17 +49,17 @@ class TDM(nn.Module):
         node: str | Sequence[str] = "node",
         negatives: int = 4,
     ) -> None:
-        """Join them.
+        """Combine tree, fields and network.
 
         Args:
-            tree: Of the items.
-            fields: Among them those of nodes, with ``pooling=None``.
-            network: Scores the vectors of the fields; a node's vectors come under the names ``node``, as [N, dim].
+            tree: Tree of the items.
+            fields: Fields of the network, those of nodes with ``pooling=None``.
+            network: Scores the vectors of the fields; it gets a node's vectors under the names ``node``, as [N, dim].
             node: Name of the field of nodes, or names of several, such as a first-order weight beside it.
             negatives: Other nodes of each level for each clicked item, >= 1.
 
         Raises:
-            InvalidArgument: A field of nodes is missing or pooled, or ``negatives`` cannot be.
+            InvalidArgument: A field of nodes is missing or pooled, or ``negatives`` is invalid.
         """
         super().__init__()
         self.tree = tree
@@ -78,9 +78,9 @@ class TDM(nn.Module):
             raise InvalidArgument("node is empty; name the field of nodes")
 
     def forward(self, batch: Mapping[str, Any], items: Any) -> Tensor:
-        """The loss (0-dim) of the network over the nodes above ``items`` [B], which were clicked, and others.
+        """Return the loss (0-dim) of the network over the nodes above the clicked ``items`` [B], and over other nodes.
 
-        ``batch`` has the ids of all fields but nodes. The others are drawn by torch's generator. Raises InvalidIds for
+        ``batch`` has the ids of all fields but nodes. Other nodes are drawn by torch's generator. Raises InvalidIds for
         an item that is not in the tree, and what the fields raise.
         """
         slots_B = self.tree.slots_of(items)
@@ -98,14 +98,14 @@ class TDM(nn.Module):
         return loss
 
     def scores(self, batch: Mapping[str, Any], items: Any) -> Tensor:
-        """The logits [B, N] of ``items`` [N] for each sample, every one looked at. Nothing is trained by it."""
+        """Return the logits [B, N] of all ``items`` [N] for each sample, without training."""
         ids_N = self.tree.node_ids(items)[:, -1]
         return self._scored(batch, np.broadcast_to(ids_N, (_num_samples(batch), len(ids_N))))
 
     def retrieve(self, batch: Mapping[str, Any], *, k: int = 10, beam: int = 50) -> tuple[Tensor, Tensor]:
-        """The best ``k`` items [B, k] that a beam finds, int64, and their logits [B, k], the best first.
+        """Return the ``k`` best items [B, k] that a beam finds, int64, and their logits [B, k], the best first.
 
-        One pull for each level that has more nodes than ``beam``. With a beam as wide as there are items it is exact.
+        Costs one pull for each level with more nodes than ``beam``. Exact if the beam is as wide as there are items.
         Raises InvalidArgument unless 1 <= k <= beam and k <= K.
         """
         k = integer("k", k, 1, len(self.tree.items))
@@ -127,10 +127,10 @@ class TDM(nn.Module):
             slots = np.take_along_axis(slots, keep, 1)
 
     def rebuild(self) -> None:
-        """Make the tree anew, by the embeddings of the leaves (of the first field of nodes).
+        """Rebuild the tree by the embeddings of the leaves (of the first field of nodes).
 
-        Inner nodes begin as the means of what is below them, in every field of nodes. Call it between two steps; the
-        optimizer goes on.
+        Inner nodes start as the means of the nodes below, in every field of nodes. Call it between two steps; the
+        optimizer continues.
         """
         items = self.tree.items
         vectors = self.fields.table(self._nodes[0]).pull(leaf_ids(items))
@@ -147,16 +147,16 @@ class TDM(nn.Module):
                 table.assign(self.tree.ids_at(level, slots), means)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The items from the left to the right, which is all of the tree."""
+        """Return the items from left to right, which define the tree."""
         return {"items": torch.from_numpy(self.tree.items)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Have the saved tree."""
+        """Restore the saved tree."""
         self.tree = ItemTree(state["items"])
 
     @torch.no_grad()
     def _scored(self, batch: Mapping[str, Any], nodes_BM: Ids) -> Tensor:
-        """The logits [B, M] of nodes."""
+        """Return the logits [B, M] of nodes."""
         was_training = self.network.training
         self.network.eval()
         try:
@@ -166,7 +166,7 @@ class TDM(nn.Module):
         return logits.view(nodes_BM.shape)
 
     def _vectors(self, batch: Mapping[str, Any], nodes_BM: Ids) -> dict[str, Tensor]:
-        """The vectors of the fields, once for each node: looked up for each sample, then repeated."""
+        """Return the vectors of the fields for each node: looked up for each sample, then repeated."""
         num_nodes = nodes_BM.shape[1]
         found = self.fields({**batch, **dict.fromkeys(self._nodes, np.ascontiguousarray(nodes_BM))})
         return {
@@ -181,7 +181,7 @@ class TDM(nn.Module):
 
 
 def _repeated(vectors: Tensor, times: int) -> Tensor:
-    """Each sample's vectors ``times`` times in a row."""
+    """Return each sample's vectors ``times`` times in a row."""
     if not vectors.is_nested:
         return vectors.repeat_interleave(times, 0)
     values, lengths = vectors.values(), vectors.offsets().diff()  # type: ignore[attr-defined]
