@@ -60,7 +60,7 @@ _BEATS_PER_LEASE = 3
 
 
 class _HeldShard:
-    """One shard of this process: its port, its service and its registration."""
+    """A shard of this process: its port, its service and its registration."""
 
     def __init__(
         self,

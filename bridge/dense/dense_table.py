@@ -170,9 +170,7 @@ class DenseTable(torch.optim.Optimizer):
     def require_same(self, state: Mapping[str, Any], prefix: str) -> None:
         """Raise SpecMismatch if a state_dict to be loaded has other parameters than this module, after steps of this
         process: the next pull would replace them by the table's."""
-        if (
-            not self._has_pushed or self._weights.table.incarnation != self._incarnation
-        ):  # restored: the next pull counts
+        if not self._has_pushed or self._weights.table.incarnation != self._incarnation:  # restored: pull decides
             return
         for name, mine in self._tensors.trained.items():
             given = state.get(prefix + name)

@@ -38,9 +38,9 @@ class FieldVectors:
             raise InvalidArgument(f"{model} has no field wider than 1 among {self._dims}; give one: {{'user': 16}}")
 
     def split(self, vectors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The sum [B] of the first-order weights, and the embeddings [B, D] of each field.
+        """Return the sum [B] of the first-order weights, and the embeddings [B, D] of each field.
 
-        Raises InvalidArgument that names a field that is missing or has another shape; others are left alone.
+        Raises InvalidArgument that names a field that is missing or has another shape; other fields are ignored.
         """
         self._require(vectors)
         embedded = [vectors[name] for name in self.embedded]
@@ -49,7 +49,7 @@ class FieldVectors:
         return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
 
     def by_level(self, vectors: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, list[LevelPart]]:
-        """As :meth:`split`, of vectors [N, D] of the nodes of ``batch``: the sum [B], and the embeddings by level."""
+        """Split vectors [N, D] of the nodes of ``batch`` as :meth:`split`: the sum [B], and the embeddings by level."""
         self._require(vectors)
         embedded = level_parts(vectors, self.embedded, batch)
         first_order = (part.expand(part.vectors.sum(1)) for part in level_parts(vectors, self.first_order, batch))

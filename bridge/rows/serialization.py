@@ -36,7 +36,7 @@ class ShardedTensorRef:
 
 @dataclass(frozen=True)
 class RowsOfRank:
-    """This rank's rows of a tensor [``total``, …] spread over several ranks: those from ``first`` on."""
+    """Rows of this rank of a tensor [``total``, …] spread over several ranks: those from ``first`` on."""
 
     rows: Tensor
     first: int

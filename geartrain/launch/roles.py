@@ -34,10 +34,10 @@ Started = tuple["RunningRole", dict[str, Any]]
 
 @dataclass(kw_only=True)
 class Report:
-    """What ``geartrain status`` says of the processes of a role."""
+    """Part of ``geartrain status`` about the processes of a role."""
 
     addresses: Mapping[str, str]
-    """Address -> role of every process that is known."""
+    """Role of every known process, by address."""
     facts: dict[str, Any]
     """For ``--json``."""
     show: Callable[[Mapping[str, Pong]], None]

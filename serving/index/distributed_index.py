@@ -48,7 +48,7 @@ def bounds(num_classes: int, number: int, of: int) -> tuple[int, int]:
 
 
 class _Version(NamedTuple):
-    """One moment of a model at the service of a part."""
+    """Version of a model at the service of one index part."""
 
     address: str
     path: str

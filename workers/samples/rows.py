@@ -38,10 +38,10 @@ class ChangedRows:
 
 
 class SampleRows:
-    """Some samples: rows of a table, and of trees the node of each in the tables of outer levels."""
+    """Samples: rows of a table; for trees also the node of each in the tables of outer levels."""
 
     def __init__(self, table: Any, num_rows: int, outer: Mapping[str, tuple[Any, Ids]] | None = None) -> None:
-        """``outer``: of each level but the last its table, and the row [num_rows] of each sample in it; outermost
+        """``outer``: for each level but the last its table, and the row [num_rows] of each sample in it; outermost
         first.
         """
         self.table, self.num_rows, self._outer = table, num_rows, outer or {}

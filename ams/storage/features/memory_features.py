@@ -61,4 +61,4 @@ class MemoryFeatures:
             return self._counters.counts(len(self._lru), self._lru.total_bytes)
 
     def close(self) -> None:
-        """See :class:`FeatureStore`."""
+        """Do nothing: there is nothing to close."""

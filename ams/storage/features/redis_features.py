@@ -84,7 +84,7 @@ class RedisFeatures:
         self._call(b"*1\r\n" + _argument(b"PING"))
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """See :class:`FeatureStore`. One round trip."""
+        """Return the values of ids, None for a missing one; one round trip."""
         ids = checked_read(ids)
         if not len(ids):
             return []
@@ -94,7 +94,7 @@ class RedisFeatures:
         return values
 
     def write(self, ids: Ids, values: Sequence[bytes]) -> None:
-        """See :class:`FeatureStore`. One round trip a thousand records."""
+        """Store values; one round trip for a thousand records."""
         ids, kept = checked_records(checked_read(ids), values)
         count = 5 if self._expiry else 3
         set_key = b"*%d\r\n" % count + _argument(b"SET")
@@ -107,7 +107,7 @@ class RedisFeatures:
         self._counters.wrote(len(kept))
 
     def remove(self, ids: Ids) -> None:
-        """See :class:`FeatureStore`. One round trip."""
+        """Remove the records of ids; one round trip."""
         ids = checked_read(ids)
         if len(ids):
             self._call(self._command(b"DEL", ids))

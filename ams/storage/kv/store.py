@@ -48,7 +48,7 @@ class MemoryStore:
             apply_changes(self._values, changes)
 
     def close(self) -> None:
-        """See :class:`KeyValueStore`."""
+        """Do nothing: there is nothing to close."""
 
 
 def apply_changes(values: dict[str, bytes], changes: Mapping[str, bytes | None]) -> None:

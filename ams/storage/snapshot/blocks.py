@@ -213,7 +213,7 @@ def _labels(snapshot_id: str, kind: str, table: str, shard: int, index: int) -> 
 
 
 def _labels_in(data: bytes) -> dict[str, str] | None:
-    """What a block says of itself, by the safetensors format: 8 bytes of length, then a JSON header."""
+    """Return the labels in a block's safetensors header: 8 bytes of length, then JSON; None: it has none."""
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
         return None

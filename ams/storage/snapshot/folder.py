@@ -453,7 +453,7 @@ _INSTEAD_OF_PARENT = "Bring that one back from a copy, or use another snapshot"
 
 
 def _perhaps_needed(old: Sequence[Snapshot], unreadable: Sequence[ListedSnapshot]) -> list[Snapshot]:
-    """Those of ``old`` to which one with a damaged manifest may add: all that were there before its first file."""
+    """Return snapshots to which one with a damaged manifest may add: all that are older than its first file."""
     if not old or not unreadable:
         return []
     began = max(store_of(listed.path).first_written(listed.path) for listed in unreadable)
@@ -469,7 +469,7 @@ def _perhaps_needed(old: Sequence[Snapshot], unreadable: Sequence[ListedSnapshot
 
 
 def _without_ancestors(old: Sequence[Snapshot], kept: Sequence[Snapshot]) -> list[Snapshot]:
-    """Those of ``old`` that none of ``kept`` adds to, or is."""
+    """Return the ``old`` snapshots that are neither kept nor an ancestor of a kept one."""
     by_id = {snapshot.manifest.id: snapshot for snapshot in [*old, *kept]}
     needed: set[str] = set()
     for snapshot in kept:
@@ -481,7 +481,7 @@ def _without_ancestors(old: Sequence[Snapshot], kept: Sequence[Snapshot]) -> lis
 
 
 def _children_first(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """In an order of removal that leaves no snapshot without what it adds to; else the last one first."""
+    """Return the order of removal: each snapshot before its parent, otherwise the newest first."""
     left, order = list(snapshots), []
     while left:
         needed = {snapshot.manifest.parent.id for snapshot in left if snapshot.manifest.parent}

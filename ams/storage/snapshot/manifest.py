@@ -1,7 +1,7 @@
-"""What a snapshot is made of, as ``manifest.json`` says it: every file with its content's hash, and a hash of its own.
+"""Manifest of a snapshot, ``manifest.json``: every file with its content's hash, and a hash of the manifest itself.
 
-The file is the only text that its content can have (sorted keys, one separator, one form of each number), and is
-compared with that text when it is read: so that any changed bit shows, even in a blank.
+The file is the only text that its content can have (sorted keys, one separator, one form of each number). A reader
+compares it with that text, so any changed bit is found, even in a blank.
 """
 
 from __future__ import annotations

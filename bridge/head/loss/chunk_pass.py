@@ -81,7 +81,7 @@ class CompiledPass:
 
     @property
     def over_all(self) -> CompiledPass:
-        """This pass, as in :data:`ChunkPass`."""
+        """The pass over all chunks at once, which is this pass."""
         return self
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""One build of a graph of nearest classes, in the foreground or background, and its result on every rank."""
+"""Build of a graph of nearest classes, in the foreground or background, and its result on every rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GraphSource(Protocol):
 
 
 class GraphBuild:
-    """One build of a graph."""
+    """Build of a graph."""
 
     def __init__(self, step: int, after: GraphBuild | None) -> None:
         """``after`` is the cancelled build before; a graph service gets this one once it knows of the cancellation."""

@@ -17,7 +17,7 @@ _SQRT_HALF_BITS = tl.constexpr(reference.SQRT_HALF_BITS)
 
 
 def tile(dim: int) -> dict[str, int]:
-    """How :func:`write_rows` is started for rows of ``dim``: a grid over rows and columns."""
+    """Return tile sizes of :func:`write_rows` for rows of ``dim``: a grid over rows and columns."""
     width = min(512, max(16, triton.next_power_of_2(dim)))
     return {"N": 1024 // width, "C": width, "num_warps": 8}
 

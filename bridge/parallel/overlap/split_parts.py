@@ -44,9 +44,9 @@ class PartLogits(LogitsOperations):
 
 
 class SplitParts:
-    """One forward pass over micro-batches; the :class:`FeatureSink` of its layer meanwhile. Every rank makes one.
+    """Forward pass over P micro-batches, and :class:`FeatureSink` of its layer meanwhile. Every rank makes one.
 
-    Costs, more than a pass without micro-batches, an exchange of P integers, and one of a number for each of them.
+    Extra cost over a pass without micro-batches: an exchange of P integers, and one of a number for each of them.
     """
 
     def __init__(self, layer: SplitLinear, samples: Sequence[int], may_tell: Callable[[], bool]) -> None:

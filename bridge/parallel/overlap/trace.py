@@ -45,7 +45,7 @@ class TracedRange:
 
     @property
     def interval(self) -> Interval:
-        """Its time range."""
+        """Time range of the operation."""
         return self.start, self.start + self.seconds
 
 

@@ -2,7 +2,7 @@
 
 Per training step: one exchange of six integers between the hosts, an all-gather of B·D numbers (in the type that
 autocast computes in), and a reduce-scatter of B·D in the backward pass; the loss adds another exchange and the
-collectives listed in ``cross_entropy.py``.
+collectives listed in ``bridge/collectives/cross_entropy.py``.
 Time O(B·D·C / R). Memory: C·D / R parameters, B·D features, B·C / R logits once.
 
 Legend: B samples of all ranks, S of this one, C output features, L of them here, D input features, R ranks.

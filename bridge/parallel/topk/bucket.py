@@ -1,6 +1,6 @@
-"""One DDP bucket with sparsified tensors: the message of a rank, and the update from the ranks' sum.
+"""DDP bucket with sparsified tensors: the message of a rank, and the update from the ranks' sum.
 
-A bucket is a flat buffer with the gradients of some parameters one after the other. A rank sends of the sparse ones
+A bucket is a flat buffer with the gradients of some parameters, one after another. For the sparse ones a rank sends
 int32 [2 · K + 1]: the bits of K float32 values, K indices, and a status.
 
 Legend: R ranks, K selected elements of all sparse tensors of a bucket.

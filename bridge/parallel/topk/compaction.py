@@ -20,7 +20,7 @@ from geartrain.bridge.parallel.topk.grouping import GroupedTopK
 
 
 class CompiledCompaction:
-    """One sweep over the state by ``torch.get_num_threads()`` threads."""
+    """Compiled compaction: one sweep over the state by ``torch.get_num_threads()`` threads."""
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int]) -> None:
         self._ks = list(ks)

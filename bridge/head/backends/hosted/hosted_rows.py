@@ -250,7 +250,7 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
 
 
 class _Pending:
-    """One batch, and the factors of its row gradients, which may still be on their way from a device."""
+    """Batch, and the factors of its row gradients, which may still be on their way from a device."""
 
     def __init__(self, rows: RowsOnShards, factor: Tensor, weights_B: Tensor | None) -> None:
         """``factor`` and ``weights_B`` come from ``Batch.row_factors``."""

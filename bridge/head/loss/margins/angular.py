@@ -66,7 +66,7 @@ class CombinedMargin:
 
     @property
     def combined(self) -> CombinedMargin:
-        """The same margin in the general form."""
+        """This margin, which has the general form already."""
         return self
 
     def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
@@ -93,7 +93,7 @@ class _Special(ABC):
     @property
     @abstractmethod
     def combined(self) -> CombinedMargin:
-        """The same margin in the general form."""
+        """This margin in the general form."""
 
     def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
         return self.combined.target(cos_B, norms_B, labels_B)
@@ -114,7 +114,7 @@ class ArcFace(_Special):
 
     @property
     def combined(self) -> CombinedMargin:
-        """The same margin in the general form."""
+        """This margin in the general form."""
         return CombinedMargin(scale=self.scale, m2=self.margin)
 
 
@@ -133,7 +133,7 @@ class CosFace(_Special):
 
     @property
     def combined(self) -> CombinedMargin:
-        """The same margin in the general form."""
+        """This margin in the general form."""
         return CombinedMargin(scale=self.scale, m3=self.margin)
 
 
@@ -152,7 +152,7 @@ class SphereFace(_Special):
 
     @property
     def combined(self) -> CombinedMargin:
-        """The same margin in the general form."""
+        """This margin in the general form."""
         return CombinedMargin(scale=self.scale, m1=self.margin)
 
 
