@@ -18,6 +18,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, Replayed, RowModule, require_row_module
 from geartrain.bridge.rows.stand_in import StandIn
+from geartrain.bridge.rows.tables import counted_as
 
 CheckedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any]]
 """Optimizer of a step and the update that it is to apply."""
@@ -82,6 +83,7 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, value in self._updates[id(group["params"][0])].param_group().items():
                 group.setdefault(name, value)
 
+    @counted_as("push")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the pending row gradients: one request to each shard, with a push per table, each applied once by itself
         (streamed rows: one request for each block; a hosted head: one of its own).

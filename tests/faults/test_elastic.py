@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def scheduler() -> Iterator[str]:
         yield str(running.facts["scheduler"])
 
 
-def torchrun(ranks: int, *arguments: Any, restarts: int = 0) -> str:
+def torchrun(ranks: int, *arguments: Any, restarts: int = 0, entry: Callable[..., str] = elastic_script.main) -> str:
     """What rank 0 told, under the agent that ``torchrun`` is a command for; ranks are forked, which saves importing."""
     config = LaunchConfig(
         min_nodes=1,
@@ -39,7 +39,7 @@ def torchrun(ranks: int, *arguments: Any, restarts: int = 0) -> str:
         start_method=FORKSERVER.get_start_method(),
         monitor_interval=0.05,
     )
-    told: dict[int, str] = elastic_launch(config, elastic_script.main)(*arguments)
+    told: dict[int, str] = elastic_launch(config, entry)(*arguments)
     return told[0]
 
 

@@ -6,6 +6,7 @@ For glyphs, folders and synchronous ranks alike. Legend: B images of this rank's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.classify.float16 import LossScaler, to_float16
 from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.devices import images_at_once
@@ -94,6 +94,8 @@ class ImageTrainer(Trainer):
         fastest = "bfloat16" if has_fast_bfloat16(device) else "float32"
         self._dtype = fastest if recipe.dtype == "auto" else recipe.dtype
         self._scaler = LossScaler(device.type, enabled=self._dtype.startswith("float16"))
+        # GradScaler looks at the gradients of rows before they are written.
+        self.steps_in_backward = ranks.world_size > 1 and not self._scaler.is_enabled()
         self.precision = self._dtype.removesuffix("_masters") + " autocast" * (self._dtype in _PRODUCTS)
         """Types in which the backbone is trained, for reports."""
         self._train_by(self.backbone)
@@ -207,15 +209,14 @@ class ImageTrainer(Trainer):
         for number in range(first, first + count):
             images, labels_B = self._batch(number)
             is_last = number == first + count - 1
-            losses.append(
-                self._micro_batches.backward(images, labels_B, scale=scale, reduces=is_last, ended=self._timer.ended)
-            )
+            backward = partial(self._micro_batches.backward, images, labels_B, scale=scale, ended=self._timer.ended)
+            losses.append(backward(reduces=is_last, rows=self.rows if self.steps_in_backward else None))
         return torch.stack(losses).mean()
 
     def update(self) -> None:
         """Update; gradients of a scaled loss are unscaled, or skipped where they overflowed."""
         self._scaler.step(self.optimizer)
-        with counted_as("push"):
+        if not self.steps_in_backward:
             self._scaler.step(self.rows)
         self._scaler.update()
 

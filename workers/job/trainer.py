@@ -28,7 +28,6 @@ from geartrain.ams.values.rpc import version
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.serialization import random_state, set_random_state, state_from_bytes, state_to_bytes
-from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.metrics import COUNTERS, RecentSteps, StepTimer
 from geartrain.workers.job.options import JobOptions
@@ -100,6 +99,8 @@ class Trainer:
     recipe_class: ClassVar[type]
     in_one_process: ClassVar[bool] = True
     """Whether it can only be trained by one process."""
+    steps_in_backward: bool = False
+    """Whether rows are written at the end of the backward pass, while the ranks' gradients travel."""
     cluster: Cluster | None = None
     """Cluster of its rows; None: the ranks have them, or its owner needs no snapshots of it."""
 
@@ -388,6 +389,8 @@ class Trainer:
         loss = self.loss(step)
         self.optimizer.zero_grad()
         self.rows.zero_grad()
+        if self.steps_in_backward:
+            self.rows.step_in_backward(loss)
         self._timer.ended("forward")
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -395,7 +398,7 @@ class Trainer:
     def update(self) -> None:
         """Apply the gradients, once."""
         self.optimizer.step()
-        with counted_as("push"):
+        if not self.steps_in_backward:
             self.rows.step()
 
 

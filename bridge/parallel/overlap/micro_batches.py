@@ -31,6 +31,7 @@ from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
+from geartrain.bridge.rows.optimizer import RowOptimizer
 
 
 class TakesParts(Protocol):
@@ -122,6 +123,7 @@ class MicroBatches(nn.Module):
         *,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         reduces: bool = True,
+        rows: RowOptimizer | None = None,
         ended: Callable[[str], object] = lambda phase: None,  # noqa: ARG005
     ) -> Tensor:
         """Go forward and backward in each micro-batch in turn; return the loss of the batch, without a graph.
@@ -136,7 +138,9 @@ class MicroBatches(nn.Module):
         ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces once, FSDP2 in each
         micro-batch. ``scale`` is applied to the loss before backward: ``scaler.scale`` of a GradScaler. A step of
         several batches divides by their number there, and passes ``reduces=False`` for all but the last, in which DDP
-        reduces. ``ended`` is called with "forward" and "backward" at the end of each, again and again.
+        reduces. ``rows`` steps at the end of the last backward pass, while DDP's gradients travel: in the place of its
+        own step, and not with a GradScaler (:meth:`RowOptimizer.step_in_backward`). ``ended`` is called with "forward"
+        and "backward" at the end of each, again and again.
 
         With ranks it costs an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`, and waits for
         labels on a device. If it raises, discard the gradients of earlier micro-batches: ``zero_grad()`` of both
@@ -171,10 +175,12 @@ class MicroBatches(nn.Module):
             mine = [inputs.pop(0) for _ in group]
             if is_alone and num_samples and not samples[number]:
                 continue
-            is_last = not any(samples[number + 1 :]) if is_alone else number == len(groups) - 1
-            loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last and reduces)
+            is_last = reduces and (not any(samples[number + 1 :]) if is_alone else number == len(groups) - 1)
+            loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last)
             loss = loss * shares[number]
             scaled = scale(loss)
+            if is_last and rows is not None:
+                rows.step_in_backward(scaled)
             ended("forward")
             scaled.backward()  # type: ignore[no-untyped-call]
             ended("backward")

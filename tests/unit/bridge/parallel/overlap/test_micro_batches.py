@@ -138,6 +138,25 @@ def test_a_step_of_micro_batches_is_one_push_of_one_process_too(monkeypatch: pyt
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("num", [1, 4, 9])
+def test_rows_step_once_at_the_end_of_the_last_backward_pass(num: int) -> None:
+    found = []
+    for is_within in (False, True):
+        with gt.local() as cluster:
+            head = heads.make_head(cluster, num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax())
+            net, rows, steps = backbone(), gt.RowOptimizer(head), list[object]()
+            rows.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+            inputs, labels, _ = batch(0, 0)
+            step = gt.MicroBatches(net, head, num)
+            step.backward(inputs, labels, rows=rows, reduces=False)  # of a batch that is not the step's last
+            step.backward(inputs[:6], labels[:6], rows=rows if is_within else None)  # perhaps fewer than num
+            if not is_within:
+                rows.step()
+            assert len(steps) == 1
+            found.append(head.weights())
+    assert torch.equal(*found)
+
+
 PEAK = """
 import pathlib, re, sys, torch, geartrain as gt
 from torch import nn
