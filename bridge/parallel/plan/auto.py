@@ -169,6 +169,9 @@ def plan_classifier(
 class _AdamW:
     """Stand-in that steps as ``torch.optim.AdamW``, whose construction imports torch's compiler for a second."""
 
+    has_state = True
+    """It is made with the state, so that the first step is as the second."""
+
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.state = {each: {name: meta_like(each) for name in ("mean", "square")} for each in parameters}
         self._steps = [torch.ones(()) for _ in parameters]

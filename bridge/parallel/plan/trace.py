@@ -181,7 +181,8 @@ def traced_update(
 ) -> tuple[float, int]:
     """Return seconds of one optimizer step over ``parameters`` (meta device), and the bytes of the optimizer's state.
 
-    The second step is traced: the first one creates the state. Raises InvalidArgument if it cannot step.
+    The second step is traced: the first one creates the state, unless it ``has_state`` before. Raises InvalidArgument
+    if it cannot step.
     """
     if not parameters:
         return 0.0, 0
@@ -190,8 +191,9 @@ def traced_update(
         optimizer = make(list(parameters))
         for parameter in parameters:
             parameter.grad = meta_like(parameter)
-        with MetaMode():
-            optimizer.step()
+        if not getattr(optimizer, "has_state", False):
+            with MetaMode():
+                optimizer.step()
         with trace:
             optimizer.step()
     except Exception as exc:  # the user's code may raise anything
@@ -237,7 +239,18 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return list({id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}.values())
+    return list({id(leaf): leaf for leaf in _leaves(values) if isinstance(leaf, Tensor)}.values())
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """Yield what ``tree_leaves`` returns, several times as fast for the arguments of operations."""
+    if type(values) in (tuple, list, dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _leaves(value)
+    elif isinstance(values, Tensor) or values is None or type(values) in (int, float, bool):
+        yield values
+    else:
+        yield from tree_leaves(values)
 
 
 def _bytes(tensor: Tensor) -> int:

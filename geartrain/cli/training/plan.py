@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -236,7 +240,8 @@ def _step(backbone: str, images: dict[str, int], network_dtype: str, settings: d
     """Plan a step of the classifier. Raises InvalidArgument or ConfigError for settings that cannot be right."""
     import torch
 
-    from geartrain.bridge.parallel.plan.auto import plan_classifier
+    with _without_triton():
+        from geartrain.bridge.parallel.plan.auto import plan_classifier
     from geartrain.bridge.parallel.plan.meta import MetaMode
     from geartrain.workers.models.backbones import build_backbone
 
@@ -254,3 +259,18 @@ def _step(backbone: str, images: dict[str, int], network_dtype: str, settings: d
             ) from exc
         example = torch.empty(settings["batch"], images["channels"], side, side, dtype=dtype)
     return plan_classifier(network, example, **settings)
+
+
+@contextmanager
+def _without_triton() -> Iterator[None]:
+    """Import modules in the block as if there were no Triton: torch's formulas of arithmetic, which take longer to load
+    with it, need it for kernels of one's own alone."""
+    told, is_loaded = logging.getLogger("torch.utils.flop_counter"), "triton" in sys.modules
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+    told.disabled = True
+    try:
+        yield
+    finally:
+        told.disabled = False
+        if not is_loaded:
+            del sys.modules["triton"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from safetensors.numpy import load_file
 
 import geartrain as gt
 from geartrain.cli.training import plan_fit
+from geartrain.cli.training.plan import _without_triton
 from tests.support.command_line import invoke
 
 
@@ -112,6 +116,18 @@ def test_plan_reaches_a_hundred_million_classes_whatever_its_rivals_would_need()
     )
     (features,) = [each for each in halves["step"]["collectives"] if each["what"] == "features"]
     assert features["bytes"] == 256 * 128 * 512 * 2
+
+
+def test_plan_loads_torchs_formulas_without_triton() -> None:
+    known = sys.modules.get("triton")
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("triton", None)
+        with _without_triton(), pytest.raises(ImportError):
+            importlib.import_module("triton")
+        assert "triton" not in sys.modules
+    with _without_triton():  # as whoever loaded it has it
+        assert sys.modules.get("triton") is known
+    assert sys.modules.get("triton") is known
 
 
 def test_plan_finds_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

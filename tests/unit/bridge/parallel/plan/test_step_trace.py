@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.plan.auto import _AdamW
 from geartrain.bridge.parallel.plan.build import buckets
 from geartrain.bridge.parallel.plan.dry import skeleton_of, without_values
 from geartrain.bridge.parallel.plan.hardware import Hardware
@@ -67,6 +68,12 @@ def test_the_state_of_an_optimizer_is_counted(make: Any, states: int) -> None:
     seconds, state_bytes = traced_update(parameters, make, BYTES)
     assert state_bytes == pytest.approx(states * 1010 * 4, abs=8)
     assert seconds >= (3 + 2 * states) * 1010 * 4  # parameters and gradients read, parameters and states written
+
+
+def test_the_stand_in_of_adamw_steps_as_adamw_from_its_first_step_on() -> None:
+    made = traced_update(list(skeleton_of(nn.Linear(100, 10)).parameters()), _AdamW, BYTES)
+    seconds, state_bytes = traced_update(list(skeleton_of(nn.Linear(100, 10)).parameters()), torch.optim.AdamW, BYTES)
+    assert made == (pytest.approx(seconds, abs=100), pytest.approx(state_bytes, abs=8))  # numbers of steps are ours
 
 
 def test_tensors_as_long_as_the_batch_follow_it() -> None:
