@@ -65,8 +65,8 @@ def _writes_of(table: ReadableTable) -> list[int] | None:
 
 def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) -> None:
     """Raise SpecMismatch unless the table is that of ``identity`` without a write since, or another one with the same
-    rows. None: of an earlier version, and not checked. A small request per shard, or for another table one pull of up
-    to 128 rows.
+    rows, but those that have expired or been evicted. None: of an earlier version, and not checked. A small request per
+    shard, or for another table one pull of up to 128 rows, two where rows expire.
     """
     if identity is None:
         return
@@ -78,9 +78,22 @@ def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) 
         if has_moved:
             raise moved_rows(table.spec.name)
         return
-    digests = identity.get("row_digests")
-    if not digests or row_digests(_pulled(table, np.array(identity["ids"], np.int64))) != digests:
+    digests, ids = identity.get("row_digests"), np.array(identity["ids"], np.int64)
+    if not digests:
         raise other_rows(table.spec.name)
+    changed = [found != known for found, known in zip(row_digests(_pulled(table, ids)), digests, strict=True)]
+    if any(changed) and not _have_gone(table, ids, np.array(changed)):
+        raise other_rows(table.spec.name)
+
+
+def _have_gone(table: ReadableTable, ids: Ids, changed: npt.NDArray[np.bool_]) -> bool:
+    """Return whether the ``changed`` rows are missing from a table that has others of them: they expired between the
+    state and the snapshot, or a restore had no room for them."""
+    spec = table.spec
+    if not isinstance(table, Table) or (spec.expiry is None and spec.max_bytes is None):
+        return False
+    present = table.present(ids)
+    return bool(present.any() and not present[changed].any())
 
 
 def row_digests(rows: npt.NDArray[Any]) -> list[str]:

@@ -66,6 +66,32 @@ def test_a_state_of_other_rows_or_other_fields_is_refused() -> None:
             Model(second, dim=4).fields.load_state_dict(model.fields.state_dict())
 
 
+def test_a_state_is_loaded_though_rows_expired_between_it_and_its_snapshot(tmp_path: Path) -> None:
+    def group(cluster: Cluster, reuse: bool = False) -> gt.EmbeddingGroup:
+        fields = [gt.Field("user", dim=2, expiry=gt.Unseen(steps=100), initializer=gt.Constant(0.5))]
+        return gt.EmbeddingGroup(cluster, "ctr", fields, reuse=reuse)
+
+    with gt.local() as cluster:
+        fields = group(cluster)
+        rows = gt.RowOptimizer(fields)
+        for user in (1, 2, 70):
+            fields({"user": torch.tensor([user])})["user"].sum().backward()
+            rows.step()
+            rows.zero_grad()
+        state = fields.state_dict()
+        assert cluster.table("ctr/user").expire(gt.Unseen(steps=1, every=1)).expired == 1
+        path = cluster.snapshot(tmp_path / "snapshots").result()
+    for removed in ((), (2, 70)):
+        with gt.local() as other:
+            other.restore(path)
+            other.table("ctr/user").remove(list(removed))
+            if not removed:
+                group(other, reuse=True).load_state_dict(state)
+                continue
+            with pytest.raises(gt.errors.SpecMismatch, match="of other rows than table 'ctr/user'"):
+                group(other, reuse=True).load_state_dict(state)
+
+
 def test_rows_restored_between_forward_and_backward_are_not_trained(tmp_path: Path) -> None:
     with gt.local() as cluster:
         model = Model(cluster)
