@@ -7,7 +7,7 @@ that is a field itself, ``user_weight_``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from geartrain.ams.kernels.embedding import PoolingName
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.values.specs import SETTINGS
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.embedding.levels import jagged_tensor
 from geartrain.bridge.embedding.modes import SSP, Mode
@@ -222,8 +223,12 @@ class Design:
         network.log_odds_shift = math.log(self.recipe.negatives)
         return network
 
-    def fields(self, cluster: Cluster, job: str, *, reuse: bool, per_node: bool) -> EmbeddingGroup:
-        """Return the embeddings, in tables of ``job``; ``per_node`` is the network's."""
+    def fields(
+        self, cluster: Cluster, job: str, *, reuse: bool, per_node: bool, altered: Collection[str] = ()
+    ) -> EmbeddingGroup:
+        """Return the embeddings, in tables of ``job``; ``per_node`` is the network's. With ``reuse`` the tables keep
+        their settings, except for those that the ``altered`` keys of the recipe name.
+        """
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
         members = [
             Field(
@@ -241,6 +246,13 @@ class Design:
         kind, _, behind = self.recipe.mode.partition(":")
         mode: Mode = SSP(int(behind)) if kind == "ssp" else "async"
         seed = self.recipe.seed
+        names = {field.table_name: f"{job}/{field.table_name}" for field in members}
+        specs = table_specs(members, names, optimizer, seed)
+        for one in self.features if reuse else ():
+            keys = [key for key in SETTINGS if len(one.of) == 1 and f"features.{one.of[0]}.{key}" in altered]
+            if keys:
+                spec = specs[one.table]
+                cluster.alter_table(spec.name, **{key: getattr(spec, key) for key in keys})
         return EmbeddingGroup(
             cluster, job, members, optimizer=optimizer, seed=seed, reuse=reuse, mode=mode, per_node=per_node
         )

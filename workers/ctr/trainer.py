@@ -145,7 +145,8 @@ class ClickTrainer(EmbeddingTrainer):
         goes_on, job = attempt.state is not None, attempt.progress.table
         torch.manual_seed(recipe.seed)
         network = design.network()
-        fields = design.fields(attempt.cluster, job, reuse=goes_on, per_node=network.per_node)
+        altered = attempt.options.stated
+        fields = design.fields(attempt.cluster, job, reuse=goes_on, per_node=network.per_node, altered=altered)
         if recipe.shares:
             self.dense = attach(
                 network, attempt.cluster, name=f"{job}/network", optimizer=Adam(recipe.lr), reuse=goes_on
@@ -238,6 +239,9 @@ class ClickTrainer(EmbeddingTrainer):
         if self.attempt.is_kept:
             self.phases.seconds = {**state.phases}  # all else is in the cluster
         else:
+            if self.recipe.shares:  # other workers pushed between the state and the rows of its snapshot
+                for part in state.tensors["fields"].values():
+                    part["tables"] = {name: {**known, "rows": None} for name, known in part["tables"].items()}
             super().restore(state)
         if self.samples.identity and "files" not in state.data:
             raise ConfigError(

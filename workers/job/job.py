@@ -57,8 +57,11 @@ from geartrain.workers.job.trainer import Attempt, Trainer
 _CLOCKS_DIFFER_SECONDS = 5.0
 _TRIES = 5
 """To join a job, which may go back to its snapshot meanwhile."""
-CHANGEABLE = ("snapshots", "kafka", "rows", "dtype", "prefetch")
-"""Recipe keys that may change when a run is resumed."""
+CHANGEABLE = (
+    *("snapshots.*", "kafka.*", "rows", "dtype", "prefetch"),
+    *("features.*.admission", "features.*.expiry", "features.*.max_bytes"),
+)
+"""Patterns of the recipe keys that may change when a run is resumed."""
 
 
 def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console) -> JobResult:

@@ -3,8 +3,8 @@ check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -99,24 +99,33 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence[str], out: Path) -> R:
-    """Return the ``saved`` recipe of the run in ``out`` with those ``stated`` keys of ``given`` that are
+    """Return the ``saved`` recipe of the run in ``out`` with those ``stated`` keys of ``given`` that match a pattern of
     ``changeable``.
 
     Raises ConfigError if another key differs from the run's.
     """
-    values = [dict(flat(as_json(recipe))) for recipe in (given, saved)]
+    values, begun = as_json(given), as_json(saved)
+    flat_values, flat_begun = dict(flat(values)), dict(flat(begun))
+    changed = {key for key in stated if key in flat_begun and any(fnmatchcase(key, known) for known in changeable)}
     for key in stated:
-        now, begun = (of.get(key) for of in values)
-        section, _, name = key.partition(".")
-        if section in changeable:
-            inner: Any = replace(getattr(saved, section), **{name: now}) if name else now
-            saved = replace(saved, **{section: inner})  # type: ignore[type-var]
-        elif now != begun:
+        if key not in changed and flat_values.get(key) != flat_begun.get(key):
             raise ConfigError(
-                f"{key} is {now!r}, but the run in {out} was begun with {begun!r}; give that, or leave it out, or "
-                "start a new run (another --out and --snapshots)"
+                f"{key} is {flat_values.get(key)!r}, but the run in {out} was begun with {flat_begun.get(key)!r}; give "
+                "that, or leave it out, or start a new run (another --out and --snapshots)"
             )
-    return saved
+    return recipe_of(type(saved), _replaced(begun, values, changed))
+
+
+def _replaced(values: Mapping[str, Any], others: Mapping[str, Any], keys: Set[str], prefix: str = "") -> dict[str, Any]:
+    """Return ``values`` with those of ``others`` at the dotted ``keys``."""
+    return {
+        name: _replaced(value, others.get(name, {}), keys, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else others[name]
+        if f"{prefix}{name}" in keys
+        else value
+        for name, value in values.items()
+    }
 
 
 def _names(key: str, known: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,23 @@ def test_a_last_snapshot_that_one_of_the_scheduler_has_ended_is_taken_again(
     monkeypatch.setattr(JobSnapshots, "require", required)
     result = run_job(ClickTrainer, options_of(data, scheduler, batch_size=200), Console(quiet=True))
     assert result.finished and not failures
+
+
+def test_a_run_goes_on_elsewhere_though_another_worker_pushed_while_its_snapshot_began(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ClickTrainer.start_snapshot
+
+    def pushed(trainer: ClickTrainer, *where: Any, **state: Any) -> Any:
+        assert trainer.cluster is not None
+        trainer.cluster.table(f"{trainer.progress.table}/user").push([3], np.ones((1, 4), np.float32))
+        return start(trainer, *where, **state)
+
+    monkeypatch.setattr(ClickTrainer, "start_snapshot", pushed)
+    first = options_of(data, scheduler, steps=2)
+    assert run_job(ClickTrainer, first, Console(quiet=True)).step == 2
+    again = replace(first, scheduler="none", resume=True, resume_steps=2)
+    assert run_job(ClickTrainer, again, Console(quiet=True)).step == 4
 
 
 def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from geartrain.ams.storage.snapshot.folder import list_snapshots
+import geartrain as gt
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import BrokerUnavailable, ConfigError, SourceDamaged, SourceNotFound
 from geartrain.workers.ctr import topic
 from geartrain.workers.ctr.recipe import recipe_for
@@ -92,6 +93,18 @@ def test_a_run_goes_on_in_the_topic_where_its_snapshot_was(mock: Mock, tmp_path:
     said = typed(*command).stdout
     assert sorted(trained_on) == list(range(400)), said
     assert "Trained in" in said
+
+
+def test_occurrences_before_a_stop_count_after_it(mock: Mock, tmp_path: Path) -> None:
+    given = {"features": {**FEATURES, "user": {"kind": "int64", "admission": 3}}, "steps": 1}
+    for times, admitted in ((1, False), (2, False), (3, True)):
+        mock.send(range(50))
+        assert train(mock, tmp_path / "run", resume=times > 1, **given).step == times
+        snapshot = latest(tmp_path / "run" / "snapshots")
+        with gt.local() as cluster:
+            cluster.restore(snapshot.path)
+            (table,) = (name for name in cluster.table_incarnations() if name.endswith("/user"))
+            assert (cluster.table(table).present(range(50)) == admitted).all()
 
 
 def test_what_is_wrong_with_a_topic_is_named(mock: Mock, tmp_path: Path) -> None:

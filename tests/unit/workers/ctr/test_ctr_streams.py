@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import yaml
 from rich.console import Console
 
 import geartrain as gt
+from geartrain.ams.storage.snapshot.folder import latest
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.pipeline import prefetch
 from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import Design, layout_of
@@ -26,7 +29,7 @@ from geartrain.workers.ctr.samples.settings import FeatureSettings
 from geartrain.workers.ctr.streamed import StreamedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job, ranks
-from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
+from geartrain.workers.job.options import JobOptions, JobResult
 from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
 
@@ -145,26 +148,54 @@ def test_any_step_is_read_from_the_middle(tmp_path: Path) -> None:
 
 
 def train(out: Path, data: str | None, options: dict[str, Any] | None = None, **recipe: Any) -> JobResult:
-    settings = CtrRecipe(**{"snapshots": SnapshotSettings(steps=10), **SMALL, **recipe})
+    settings = recipe_for(data, snapshots={"steps": 10}, **{**SMALL, **recipe})
     given = JobOptions(job="ctr", out=out, recipe=settings, data=data, loggers=(), **(options or {}))
     return jobs.train(given, Console(file=io.StringIO(), width=400))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "trees"])
+ADMITTED = {"user": {"admission": 8}, "item": {"admission": 0.2}, "at": {"admission": 2, "max_bytes": 30_000}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "features"), [("parquet", {}), ("csv", {}), ("trees", {}), ("parquet", ADMITTED)], ids=str
+)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
     place = written(tmp_path, kind)
-    whole = train(tmp_path / "whole" / "run", place)
-    steps = iter(range(23))
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
-        assert train(tmp_path / "stopped" / "run", place).step == 23
+    whole = train(tmp_path / "whole" / "run", place, features=features)
+    stop_at(23, monkeypatch, lambda: train(tmp_path / "stopped" / "run", place, features=features))
     ended = train(tmp_path / "stopped" / "run", None, {"resume": True})
     assert whole.report is not None and ended.report is not None
     assert ended.step == whole.step == 48 and ended.report["held_out"] == whole.report["held_out"]
-    assert whole.report["held_out"]["samples"] == 175 and whole.report["held_out"]["auc"] > 0.6
+    assert whole.report["held_out"]["samples"] == 175
+    assert features or whole.report["held_out"]["auc"] > 0.6
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], JobResult]) -> None:
+    steps = iter(range(step))
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
+        assert run().step == step
+
+
+def test_settings_of_tables_are_others_from_where_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, out = written(tmp_path, "parquet"), tmp_path / "run"
+    stop_at(23, monkeypatch, lambda: train(out, place, features={"item": {"admission": 30}, "user": {"expiry": 3}}))
+    said = {"item": {"admission": 3, "max_bytes": 100_000}, "user": {"expiry": None}}
+    stated = tuple(f"features.{name}.{key}" for name, settings in said.items() for key in settings)
+    assert train(out, None, {"resume": True, "stated": stated}, features=said).step == 48
+    specs = map(TableSpec.from_dict, latest(out / "snapshots").manifest.tables)
+    tables = {spec.name.partition("/")[2]: spec for spec in specs}
+    for name in ("item", "item_weight"):
+        assert (tables[name].admission, tables[name].max_bytes) == (gt.MinCount(3), 100_000)
+        assert tables[name].expiry is None
+    assert tables["user"].expiry is None and tables["user"].admission is None
+    features = yaml.safe_load((out / "recipe.yaml").read_text(encoding="utf-8"))["features"]
+    assert (features["item"]["admission"], features["user"]["expiry"], features["item"]["kind"]) == (3, None, "int64")
 
 
 def test_a_run_that_reads_and_pulls_ahead_is_the_run_that_does_not(
@@ -199,8 +230,9 @@ def test_features_are_written_down_and_other_samples_are_read_by_them(tmp_path: 
     again = typed("worker", "ctr", "--data", place, "--recipe", str(out / "recipe.yaml"), "--out", str(tmp_path / "b"))
     assert again.returncode == 0, again.stderr
     assert typed("predict", str(out), place, "--out", str(tmp_path / "scores.parquet")).returncode == 0
-    changed = typed("worker", "ctr", "--resume", str(out), "--set", "features.item.admission=3")
-    assert "features.item.admission is 3.0, but the run in" in changed.stderr
+    for key in ("item.dim", "itm.admission"):
+        changed = typed("worker", "ctr", "--resume", str(out), "--set", f"features.{key}=3")
+        assert f"features.{key} is 3" in changed.stderr and "but the run in" in changed.stderr
 
 
 @pytest.mark.parametrize(("steps", "every"), [(0, 1), (120, 30), (500_000, 1000)])
