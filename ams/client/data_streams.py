@@ -105,15 +105,19 @@ class DataStreams:
                 raise Busy(f"the tables of job {self.job!r} are not all there yet: {exc}") from exc
         return lease
 
-    def commit(self, cursors: Cursors = NOTHING, *, lease_number: int | None = None) -> StreamRenewal:
+    def commit(
+        self, cursors: Cursors = NOTHING, *, lease_number: int | None = None, hold: bool = False
+    ) -> StreamRenewal:
         """Commit how far these streams were read, all or nothing, and renew the lease.
 
         A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply lists streams to release if other workers
         have too few, and says whether there are more to lease. ``lease_number``: of the lease in which they were read;
-        None: the last one. Raises StaleClient if that lease has ended.
+        None: the last one. With ``hold`` all other workers release their streams, once nothing is due of the scheduler,
+        until this one commits without it; the reply says when it is alone. Raises StaleClient if that lease has ended.
         """
         number = self.lease_number if lease_number is None else lease_number
-        return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors), lease_number=number))
+        renew = RenewStreams(reader=self._reader, cursors=_checked(cursors), lease_number=number, hold=hold)
+        return self._call(renew)
 
     def release(
         self,

@@ -81,6 +81,8 @@ class _Job:
     due: Due = ""
     is_saved: bool = False
     """Whether its newest snapshot has all commits."""
+    held_for: str = ""
+    """Worker that is alone, or waits to be: no other one leases streams."""
 
     def copy(self) -> _Job:
         job = replace(self, cursors=list(self.cursors), holders=list(self.holders))
@@ -102,6 +104,7 @@ class _Job:
 
     def drop(self, worker: str) -> None:
         self.workers.pop(worker, None)
+        self.held_for = "" if self.held_for == worker else self.held_for
         self.holders = [None if holder == worker else holder for holder in self.holders]
 
     def lose(self, worker: str) -> None:
@@ -113,7 +116,7 @@ class _Job:
 
     def end_leases(self) -> None:
         """End every lease: no worker reads before tables and cursors are restored."""
-        self.due, self.holders = "restore", [None] * len(self.holders)
+        self.due, self.held_for, self.holders = "restore", "", [None] * len(self.holders)
         self.workers.clear()
 
     def record_lease(self, worker: str, incarnation: int) -> None:
@@ -222,10 +225,10 @@ class StreamLeases:
             known = changed.workers.get(worker)
             if known is not None and known.incarnation < incarnation:
                 changed.lose(worker)
-            if changed.due:
+            if changed.due or changed.held_for not in ("", worker):
                 changed.record_lease(worker, incarnation)
                 self._commit(job, changed)
-                what = "is saved" if changed.due == "snapshot" else "goes back to its newest snapshot"
+                what = "goes back to its newest snapshot" if changed.due == "restore" else "is saved"
                 raise Busy(f"job {job!r} {what}: its streams are leased again after that", _BUSY_SECONDS)
             now = self._clock()
             if not changed.workers:
@@ -253,18 +256,30 @@ class StreamLeases:
             )
 
     def renew(
-        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], lease_number: int = 0
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        lease_number: int = 0,
+        *,
+        hold: bool = False,
     ) -> StreamRenewal:
-        """Commit a worker's progress, all or nothing, and renew its lease.
+        """Commit a worker's progress, all or nothing, and renew its lease. With ``hold`` the others are paused, if
+        nothing is due, until it renews without.
 
         Raises StaleClient (the worker has lost the lease of this number, or was superseded; nothing is committed),
         InvalidArgument.
         """
         with self._lock:
             changed = self._committed(job, worker, incarnation, cursors, lease_number)
+            if hold and not changed.due:
+                changed.held_for = changed.held_for or worker
+            elif changed.held_for == worker:
+                changed.held_for = ""
             self._commit(job, changed)
             held, share = changed.held_by(worker), changed.share(worker, self._clock())
-            is_paused = changed.due == "snapshot"
+            is_paused = changed.due == "snapshot" or changed.held_for not in ("", worker)
             surplus = max(0, len(held) - share)
             # Ended ones first: they are not being read.
             by_use = sorted(held, key=lambda stream: (-changed.cursors[stream].epoch, -stream))
@@ -272,9 +287,10 @@ class StreamLeases:
                 epoch=changed.epoch,
                 held=tuple(held),
                 release=() if is_paused else tuple(sorted(by_use[:surplus])),
-                can_lease=len(held) < share and bool(changed.free) and not is_paused,
+                can_lease=len(held) < share and bool(changed.free) and not (is_paused or changed.held_for),
                 pause=is_paused,
                 is_saved=changed.is_saved,
+                is_alone=changed.held_for == worker and len(changed.workers) == 1,
             )
 
     def release(
@@ -588,6 +604,7 @@ def _to_json(name: str, job: _Job) -> bytes:
         "order_number": job.order_number,
         "due": job.due,
         "is_saved": job.is_saved,
+        "held_for": job.held_for,
     }
     return json.dumps(fields).encode()
 
@@ -607,4 +624,5 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
         job.restore = RestoreOrder(**order | {"tables": tuple(order["tables"])})
         job.order_number, job.due = fields["order_number"], fields["due"]
         job.is_saved = fields.get("is_saved", False)
+    job.held_for = fields.get("held_for", "")
     return fields["job"], job

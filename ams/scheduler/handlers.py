@@ -212,7 +212,7 @@ class SchedulerHandlers:
         return self._streams.lease(*lease.reader, lease.num_streams, lease.num_workers, lease.data, lease.restore)
 
     def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
-        return self._streams.renew(*renew.reader, renew.cursors, renew.lease_number)
+        return self._streams.renew(*renew.reader, renew.cursors, renew.lease_number, hold=renew.hold)
 
     def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
         streams = None if release.all else release.streams

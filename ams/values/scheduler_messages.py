@@ -100,6 +100,8 @@ class StreamRenewal:
     """A snapshot is due: release all streams as soon as what was read of them is committed."""
     is_saved: bool = False
     """The newest snapshot of a job that the scheduler restores has all commits."""
+    is_alone: bool = False
+    """The worker asked to be alone, and no other one reads the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,6 +444,8 @@ class RenewStreams(Rpc[StreamRenewal]):
     cursors: Mapping[int, Cursor]
     lease_number: int = 0
     """Lease in which the cursors were read; 0: not said."""
+    hold: bool = False
+    """Others release their streams, until a renewal without it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
@@ -35,6 +35,8 @@ _LOST = Unavailable, Fenced, TableNotFound
 _POLL_SECONDS = 0.2
 """Interval of checks for something to read again."""
 _RETRY_SECONDS = 0.2
+_HELD_SECONDS = 0.02
+"""Interval at which a worker that others are paused for asks whether it is alone."""
 _POLL_SECONDS = 1.0
 """Interval at which a wait checks for an interrupt."""
 
@@ -82,6 +84,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._told_at = 0.0
         """Time at which a wait for commits was last logged."""
         self._is_closed = self._is_interrupted = False
+        self.has_others = False
+        """Whether the last :meth:`alone` found other workers that read."""
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
@@ -249,6 +253,35 @@ class LeasedSamples(Iterator[SampleBatch]):
             found = self._repeated(self._streams.cursors)
         return {**dict.fromkeys(range(self._streams.num_streams), (0, 0)), **found}
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other worker read while the block lasts, as every batch is in the rows and in :meth:`cursors`, or in
+        neither: for a snapshot's moment. Waits for batches of others. Use it where this worker has committed its own;
+        once this is closed it does nothing.
+        """
+        with self._lock:
+            self.has_others, is_asked = False, False
+            while not (self._is_closed or self._is_interrupted):
+                renewal = self._prepared()
+                if renewal is None:
+                    continue
+                if renewal.pause:
+                    self._pause(renewal)
+                    continue
+                renewal = self._renew(NOTHING, hold=True)
+                if renewal is None or renewal.pause:
+                    continue
+                self.has_others |= not (is_asked or renewal.is_alone)
+                is_asked = True
+                if renewal.is_alone:
+                    break
+                self._lock.wait(_HELD_SECONDS)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._renew(NOTHING)
+
     def restore(self, cursors: Cursors) -> None:
         """Reset the whole job to ``cursors``: every worker leases anew. One RPC."""
         with self._lock:
@@ -328,7 +361,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         if self._is_restored and renewal is None:
             return  # the job went back meanwhile
         if renewal is None or renewal.is_saved:
-            self.close()
+            with suppress(StaleClient):  # if the job goes back, it is to where it is
+                self.close()
             return
         if (now := time.monotonic()) - self._told_at > self._lease_seconds:
             self._told_at = now
@@ -408,13 +442,13 @@ class LeasedSamples(Iterator[SampleBatch]):
         if found is not None and found.epoch == renewal.epoch and not found.can_lease:
             self._lock.wait(min(_POLL_SECONDS, self._lease_seconds / 10))
 
-    def _renew(self, cursors: Cursors) -> StreamRenewal | None:
+    def _renew(self, cursors: Cursors, *, hold: bool = False) -> StreamRenewal | None:
         """Commit, and renew the lease; None: it was lost."""
         if self._renewal is None:
             return None
         number = self._streams.lease_number  # another thread may lease anew while the scheduler is away
         try:
-            self._renewal = self._repeated(lambda: self._streams.commit(cursors, lease_number=number))
+            self._renewal = self._repeated(lambda: self._streams.commit(cursors, lease_number=number, hold=hold))
         except StaleClient as exc:
             logger.warning(
                 "%s (%s handed out and not committed)", exc, counted(len(self._handed_out), "batch", "batches")

@@ -1345,8 +1345,11 @@ class RenewStreamsRequest(_message.Message):
     READER_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     lease_number: _builtins.int
     """Of the lease in which the cursors were read; fails with StaleClient if the worker has another now. 0: not said."""
+    hold: _builtins.bool
+    """The worker is to be alone for a moment: others release their streams until it renews its lease without this."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     @_builtins.property
@@ -1357,10 +1360,11 @@ class RenewStreamsRequest(_message.Message):
         reader: Global___StreamReader | None = ...,
         cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
         lease_number: _builtins.int = ...,
+        hold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "lease_number", b"lease_number", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "hold", b"hold", "lease_number", b"lease_number", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1376,6 +1380,7 @@ class RenewStreamsReply(_message.Message):
     CAN_LEASE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     IS_SAVED_FIELD_NUMBER: _builtins.int
+    IS_ALONE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The job's epoch: streams beyond it wait."""
     can_lease: _builtins.bool
@@ -1384,6 +1389,8 @@ class RenewStreamsReply(_message.Message):
     """A snapshot is due: all streams are to be released as soon as what was read of them is committed."""
     is_saved: _builtins.bool
     """The newest snapshot of a job that the scheduler restores has all commits."""
+    is_alone: _builtins.bool
+    """The worker asked to be alone, and is: no other one reads the job."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Streams that the worker holds."""
@@ -1401,10 +1408,11 @@ class RenewStreamsReply(_message.Message):
         can_lease: _builtins.bool = ...,
         pause: _builtins.bool = ...,
         is_saved: _builtins.bool = ...,
+        is_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "is_saved", b"is_saved", "pause", b"pause", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "is_alone", b"is_alone", "is_saved", b"is_saved", "pause", b"pause", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

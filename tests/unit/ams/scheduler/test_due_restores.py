@@ -129,6 +129,7 @@ def test_before_a_snapshot_all_workers_let_go() -> None:
     job.streams.set_due("a", "snapshot")
     renewal = job.streams.renew("a", "w", 1, {0: Cursor(0, 2)})  # the step that it was in
     assert renewal.pause and not renewal.can_lease and not renewal.release
+    assert job.streams.renew("a", "w", 1, {}, hold=True).pause  # that comes first
     with pytest.raises(Busy, match="is saved"):
         job.lease("v")
     assert job.streams.restored_jobs()["a"].is_read

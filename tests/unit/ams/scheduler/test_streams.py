@@ -6,7 +6,7 @@ import pytest
 
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
-from geartrain.ams.values.errors import InvalidArgument, StaleClient
+from geartrain.ams.values.errors import Busy, InvalidArgument, StaleClient
 from geartrain.ams.values.scheduler_messages import Cursor, StreamLease, StreamRenewal
 
 LEASE = 10.0
@@ -212,3 +212,29 @@ def test_a_job_keeps_the_name_of_its_data_over_a_restart() -> None:
         job.streams.lease("job", "b", 1, data="clicks, seed 2")
     with pytest.raises(InvalidArgument, match="data is"):
         job.streams.lease("job", "b", 1, data="x" * 300)
+
+
+def test_a_worker_is_alone_until_it_renews_as_usual() -> None:
+    job = Clocked()
+    job.lease("a")
+    job.lease("b")
+
+    def hold() -> StreamRenewal:
+        return job.streams.renew("job", "a", 1, {}, hold=True)
+
+    assert not hold().is_alone and not hold().can_lease
+    assert job.commit("b").pause
+    job.streams.release("job", "b", 1, {})
+    assert hold().is_alone
+    job.restart()
+    for _ in range(2):
+        with pytest.raises(Busy):
+            job.lease("b")
+        assert hold().is_alone
+    assert not job.commit("a").is_alone
+    assert not job.lease("b").cursors and not job.commit("b").pause
+    hold()
+    job.now = LEASE / 2
+    job.commit("b")
+    job.now = LEASE + 1  # "a" is gone
+    assert not job.commit("b").pause and len(job.lease("b").cursors) == 64
