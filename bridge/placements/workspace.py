@@ -127,7 +127,7 @@ class Workspace:
     def load_rows(self, rows_ND: Tensor) -> Tensor:
         """Return the rows on the device in the compute dtype: the same tensor if possible, else a scratch copy.
 
-        The host does not wait for a copy from its pinned memory: leave that unchanged until a :class:`DeviceEvent` is over.
+        The host does not wait for a copy from its pinned memory: leave that as it is until a :class:`DeviceEvent` ends.
         """
         if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
             return rows_ND

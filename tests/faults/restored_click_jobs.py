@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 
 import geartrain as gt
+from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.samples.settings import FeatureSettings
 from geartrain.workers.ctr.trainer import ClickTrainer
@@ -76,6 +77,10 @@ class CountedTrainer(ClickTrainer):
     """Of samples, those held out among them."""
     dies_at = -1
     """The batch after whose pushes, and before whose commit, it is killed."""
+    pauses_at = -1
+    """The batch after whose pushes, and before whose commit, it waits until others want to be alone, or it is told."""
+    halts_at = ""
+    """The part of its end before which it waits until it is told."""
 
     def __init__(self, attempt: Any, data: Any) -> None:
         self._done = 0
@@ -106,8 +111,36 @@ class CountedTrainer(ClickTrainer):
         self.pipe.send(self._done)
         if self._done == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._done == self.pauses_at:
+            streams = self.samples._leased._streams  # type: ignore[attr-defined]
+            while not (streams.commit().pause or self.pipe.poll(0.05)):
+                pass
+
+    def _halt(self, place: str) -> None:
+        if place == self.halts_at:
+            CountedTrainer.halts_at = ""
+            self.pipe.send(place)
+            self.pipe.recv()
+
+    def _look(self) -> None:
+        if self.samples.has_ended():
+            self._halt("look")
+        super()._look()
+
+    def trained(self) -> None:
+        super().trained()
+        self._halt("snapshot")
+
+    def goes_on_restored(self) -> bool:
+        self.pipe.send("lost")
+        return super().goes_on_restored()
+
+    def predict(self) -> Any:
+        self._halt("predict")
+        return super().predict()
 
     def report(self) -> dict[str, Any]:
+        self._halt("report")
         counts, clicks = np.asarray(self._counts.pull(np.arange(self.count))).T
         report = super().report()
         self.pipe.send(Outcome(counts, clicks, report.get("held_out", {}).get("auc", float("nan"))))
@@ -115,10 +148,21 @@ class CountedTrainer(ClickTrainer):
 
 
 def work(
-    pipe: Connection, data: str, out: Path, count: int, scheduler: str, mode: str, more: dict[str, Any], dies_at: int
+    pipe: Connection,
+    data: str,
+    out: Path,
+    count: int,
+    scheduler: str,
+    mode: str,
+    more: dict[str, Any],
+    at: dict[str, Any],
 ) -> None:
-    """Train, as the worker that begins the run, joins it (``joins``) or goes on with it (``continues``)."""
-    CountedTrainer.pipe, CountedTrainer.count, CountedTrainer.dies_at = pipe, count, dies_at
+    """Train, as the worker that begins the run, joins it (``joins``) or goes on with it (``continues``). ``at``:
+    attributes of its trainer, when it dies or waits.
+    """
+    CountedTrainer.pipe, CountedTrainer.count = pipe, count
+    for name, value in at.items():
+        setattr(CountedTrainer, name, value)
     given: dict[str, Any] = {"dim": 4, "hidden": (8,), "dropout": 0.0, "epochs": EPOCHS, "patience": 0, "mode": mode}
     given |= {"batch_size": _RANDOM_BATCH if count == _RANDOM_COUNT else 50, "lr": 0.005, "row_lr": 0.005}
     if data.startswith("kafka:"):
@@ -146,9 +190,17 @@ class ClickJob:
     """Scheduler, shards and the first worker as processes; the data are clicks of a file or a topic."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, *, mode: str, count: int, dies_at: int = -1, is_topic: bool = False
+        self,
+        folder: Path,
+        stack: ExitStack,
+        *,
+        mode: str,
+        count: int,
+        is_topic: bool = False,
+        armed: str = "",
+        **at: Any,
     ) -> None:
-        """``dies_at``: the batch after which the first worker is killed."""
+        """``armed``: failpoints of the scheduler's first life; ``at``: when the first worker dies or waits."""
         folder.mkdir(exist_ok=True)
         self._out, self._count, self._mode, self._stack = folder / "run", count, mode, stack
         self._is_topic = is_topic
@@ -158,21 +210,31 @@ class ClickJob:
             self._data = brokers.receive()
         else:
             self._data = str(_write_clicks(folder / "a.parquet", count))
-        settings = {"listen": "127.0.0.1:0", "num_shards": SHARDS, "data": str(folder / "state")}
+        self.start_cluster(folder / "state", armed)
+        self._workers: list[Child] = []
+        self.first = self.started(**at)
+        self.await_batch(self.first, 1)  # there is a run to join
+
+    def start_cluster(self, state: Path, armed: str = "") -> None:
+        """Start scheduler and shards, which know of the run what ``state`` says."""
+        settings = {"listen": "127.0.0.1:0", "num_shards": SHARDS, "data": str(state)}
         settings |= {"lease_seconds": 30.0, "stream_lease_seconds": 2.0}
-        self.scheduler = Supervised("scheduler", settings, "")
-        stack.callback(self.scheduler.end)
+        self.scheduler = Supervised("scheduler", settings, armed)
+        self._stack.callback(self.scheduler.end)
         self.shards = []
         for number in range(SHARDS):
             self.shards.append(Supervised("server", {"scheduler": self.scheduler.address, "shard": number}, ""))
-            stack.callback(self.shards[-1].end)
-        self._workers: list[Child] = []
-        self.first = self.started(dies_at)
-        self.await_batch(self.first, 1)  # there is a run to join
+            self._stack.callback(self.shards[-1].end)
 
-    def started(self, dies_at: int = -1, **more: Any) -> Child:
+    def end_cluster(self) -> None:
+        """Kill scheduler and shards for good."""
+        for role in (self.scheduler, *self.shards):
+            role.end()
+
+    def started(self, *, joins: bool = False, continues: bool = False, **at: Any) -> Child:
         """One more worker: it ``joins`` the run, or ``continues`` it."""
-        worker = Child(work, self._data, self._out, self._count, self.scheduler.address, self._mode, more, dies_at)
+        more = {"joins": joins, "continues": continues}
+        worker = Child(work, self._data, self._out, self._count, self.scheduler.address, self._mode, more, at)
         self._stack.callback(worker.end)
         self._workers.append(worker)
         return worker
@@ -181,6 +243,17 @@ class ClickJob:
         """Wait until it has trained on so many, or the run has ended."""
         while isinstance(done := worker.receive(_DEADLINE_SECONDS), int) and done < number:
             pass
+
+    def await_word(self, worker: Child, word: str) -> None:
+        """Wait until it says so."""
+        while worker.receive(_DEADLINE_SECONDS) != word:
+            pass
+
+    def await_restore(self) -> None:
+        """Wait until the scheduler restores the tables."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not cluster_status(self.scheduler.address).restoring_tables:
+            assert time.monotonic() < deadline, "no table is being restored"
 
     def outcome(self) -> Outcome:
         """See the run to its end. Raises AssertionError if a sample is not in the rows once an epoch (of a topic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +80,20 @@ class ClickBatches(ABC):
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
         """Continue reading from cursors of :meth:`where`."""
 
-    def settle(self) -> None:  # noqa: B027
-        """Wait until the scheduler takes no more snapshots of the job."""
+    def alone(self) -> AbstractContextManager[None]:
+        """Let no other worker of the job train meanwhile: rows, and :meth:`where`, are of one moment."""
+        return nullcontext()
+
+    has_others: bool = False
+    """Whether other workers trained as this one was last to be :meth:`alone`."""
+
+    def settle(self) -> bool:
+        """Close, and wait until the scheduler neither saves nor restores the job; whether it keeps it."""
+        return False
+
+    def reopen(self) -> bool:
+        """Read on from where the scheduler has restored the job to; False: it does not keep it."""
+        return False
 
     def close(self) -> None:  # noqa: B027
         """Release samples that are not read, to other workers."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
-from geartrain.ams.values.errors import Busy
+from geartrain.ams.rpc.client.backoff import Backoff
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import Busy, SchedulerUnavailable, StaleClient
 from geartrain.ams.values.scheduler_messages import RestoreOrder
 from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
@@ -37,7 +41,7 @@ class SharedBatches(ClickBatches):
 
     def __init__(
         self,
-        reader: StreamBatches,
+        reader: Callable[[], StreamBatches],
         num_streams: int,
         identity: str,
         recipe: CtrRecipe,
@@ -48,12 +52,21 @@ class SharedBatches(ClickBatches):
     ) -> None:
         self.identity = identity
         self._design, self._negatives = design, recipe.negatives
-        streams = cluster.streams(
-            job, worker=worker_name(job, None), num_streams=num_streams, data=identity, restore=restore
-        )
-        self._reader, self._leased = reader, LeasedSamples(reader, streams)
+        self._make_reader, self._num_streams, self._restore = reader, num_streams, restore
         self._is_restored, self._cluster, self._job = restore is not None, cluster, job
         self._next: SampleBatch | None = None
+        self._open()
+
+    def _open(self) -> None:
+        streams = self._cluster.streams(
+            self._job,
+            worker=worker_name(self._job, None),
+            num_streams=self._num_streams,
+            data=self.identity,
+            restore=self._restore,
+        )
+        self._reader = self._make_reader()
+        self._leased = LeasedSamples(self._reader, streams)
 
     def is_ready(self) -> bool:
         if self._next is None and self._leased.has_more:
@@ -89,13 +102,32 @@ class SharedBatches(ClickBatches):
         """Return the cursors behind all samples that the job's workers have committed."""
         return self._leased.cursors()
 
-    def settle(self) -> None:
-        """Wait until the scheduler takes no more snapshots of the job: two at once of the same tables would fail."""
-        self._leased.close()
-        is_kept(self._cluster, self._job)
+    def alone(self) -> AbstractContextManager[None]:
+        """See ClickBatches. It costs an RPC to the scheduler, and the others a moment."""
+        return self._leased.alone()
+
+    @property
+    def has_others(self) -> bool:  # type: ignore[override]
+        """See ClickBatches."""
+        return self._leased.has_others
+
+    def settle(self) -> bool:
+        """See ClickBatches."""
+        self.close()
+        return is_kept(self._cluster, self._job)
+
+    def reopen(self) -> bool:
+        """See ClickBatches."""
+        if not self.settle():
+            return False
+        self._next = None
+        self._open()
+        return True
 
     def close(self) -> None:
-        self._leased.close()
+        """See ClickBatches."""
+        with suppress(StaleClient):  # the job went back: others have the streams
+            self._leased.close()
 
 
 class SharedFiles(SharedBatches):
@@ -106,7 +138,7 @@ class SharedFiles(SharedBatches):
         self.num_trained, self.num_validated, self.num_tested = files.num_trained, files.num_validated, files.num_tested
         order = EpochOrder(files.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
         epochs = math.ceil(recipe.epochs)
-        reader = FileBatches(files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
+        reader = partial(FileBatches, files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
         super().__init__(reader, NUM_STREAMS, files.identity, recipe, design, *of_job)
 
     def some(self) -> ClickSamples:
@@ -127,7 +159,7 @@ class SharedTopic(SharedBatches):
     def __init__(self, samples: TopicSamples, recipe: CtrRecipe, design: Design, *of_job: Any) -> None:
         self._samples, messages = samples, samples.messages
         self.ends = messages.ends
-        super().__init__(messages.unassigned(), messages.num_partitions, messages.identity, recipe, design, *of_job)
+        super().__init__(messages.unassigned, messages.num_partitions, messages.identity, recipe, design, *of_job)
 
     def some(self) -> ClickSamples:
         return self._samples.none()
@@ -138,17 +170,20 @@ class SharedTopic(SharedBatches):
 
 
 def is_kept(cluster: Cluster, job: str) -> bool:
-    """Return whether the scheduler snapshots the job and restores it after a loss; wait while it does either."""
-    worker = worker_name(job, None)
-    num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
-    if not num_streams:
-        return False
-    streams = cluster.streams(job, worker=worker, num_streams=num_streams)
+    """Whether the scheduler restores the job, as it is now or, once that is done, as it was saved."""
+    worker, patience = worker_name(job, None), Backoff(ClientConfig().recovery_timeout_seconds)
     while True:
         try:
+            num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
+            if not num_streams:
+                return False
+            streams = cluster.streams(job, worker=worker, num_streams=num_streams)
             lease = streams.lease()
+            with suppress(StaleClient):  # it goes back: look again
+                streams.release()
+                return bool(lease.tables)
         except Busy:
             time.sleep(_POLL_SECONDS)
-            continue
-        streams.release()
-        return bool(lease.tables)
+        except SchedulerUnavailable:
+            if not patience.pause():
+                raise

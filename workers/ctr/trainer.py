@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,7 @@ class ClickTrainer(EmbeddingTrainer):
                 network, attempt.cluster, name=f"{job}/network", optimizer=Adam(recipe.lr), reuse=goes_on
             )
         self.fields = fields
+        self.is_restored = recipe.shares and attempt.options.scheduler is not None
         self.samples = self._batches(source, samples, recipe, attempt)
         self._validation = list(self.samples.validated())
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
@@ -283,8 +285,7 @@ class ClickTrainer(EmbeddingTrainer):
     def has_samples(self) -> bool:
         if self.samples.is_ready():
             return True
-        if self.fields.worker_steps is not None:
-            self.fields.worker_steps.leave()  # so that no worker waits for steps that do not come
+        self._leave_steps()
         if self.samples.has_ended():
             self.progress = replace(self.progress, stage_steps=self.progress.part[0])
         return False
@@ -309,12 +310,33 @@ class ClickTrainer(EmbeddingTrainer):
 
         return is_kept(cluster, job)
 
-    def settle(self) -> bool:
-        self.samples.settle()
-        return self.attempt.options.scheduler is not None and self.recipe.shares
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See Trainer."""
+        self._leave_steps()
+        with self.samples.alone():
+            yield
+
+    @property
+    def has_others(self) -> bool:
+        """See Trainer."""
+        return self.samples.has_others
+
+    def goes_on_restored(self) -> bool:
+        """See Trainer."""
+        if not (self.is_restored and self.samples.reopen()):
+            return False
+        self._looked_at = -1
+        if not self.recipe.steps:
+            self.progress = replace(self.progress, stage_steps=self.recipe.stage_steps())
+        return True
 
     def leave(self) -> None:
         self.samples.close()
+
+    def _leave_steps(self) -> None:
+        if self.fields.worker_steps is not None:
+            self.fields.worker_steps.leave()  # nobody waits for steps that do not come
 
     def between(self) -> None:
         """Validate at intervals, and end the stage if validation has not improved for ``patience`` of them."""
@@ -334,8 +356,9 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress = replace(self.progress, stage_steps=done)
 
     def trained(self) -> None:
-        """Validate at the end."""
-        self.samples.settle()
+        """Look at the end."""
+        if self.samples.has_ended():
+            self.samples.settle()
         if not self._was_complete:
             self._look()
             self._look_back()
@@ -427,10 +450,11 @@ class ClickTrainer(EmbeddingTrainer):
         snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
         if snapshot.manifest.step != self.progress.step:
             assert self.cluster is not None
-            if self.recipe.shares:  # dropped tables are not restored: the scheduler would take this restore for a loss
+            while self.is_restored:  # the scheduler must not take it for a loss: it restores dropped tables no more
                 for name in self.tables():
                     self.cluster.drop_table(name)
-                self.samples.settle()
+                if not self.samples.settle():
+                    break
             self.cluster.restore(snapshot.path, replace=True)
             state = JobState.read(snapshot, self.job, self.recipe_class)
             self.network.load_state_dict(state.tensors["network"])

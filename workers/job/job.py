@@ -56,7 +56,7 @@ from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 _TRIES = 5
-"""To join a job, which may go back to its snapshot meanwhile."""
+"""To open the tables of a job that may go back to its snapshot meanwhile."""
 CHANGEABLE = (
     *("snapshots.*", "kafka.*", "rows", "dtype", "prefetch"),
     *("features.*.admission", "features.*.expiry", "features.*.max_bytes"),
@@ -114,7 +114,7 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             ranks=JobRanks(),
             console=console,
         )
-        trainer = _joined_trainer(trainer_class, attempt, data)
+        trainer = _opened_trainer(trainer_class, attempt, data)
         attempt.print_line(f"Joined {run.job}")
         with stop.in_order(cluster):
             try:
@@ -127,14 +127,14 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
     return JobResult(finished, None, trainer.progress.step)
 
 
-def _joined_trainer(trainer_class: type[Trainer], attempt: Attempt, data: Any) -> Trainer:
-    """The trainer of a worker that joins. Tables that are lost or restored while it opens them are waited for."""
-    assert attempt.cluster is not None
+def _opened_trainer(trainer_class: type[Trainer], attempt: Attempt, data: Any) -> Trainer:
+    """Make the trainer. Tables that the scheduler keeps, and that are lost or restored meanwhile, are waited for."""
     for tries_left in reversed(range(_TRIES)):
         try:
             return trainer_class(attempt, data)  # type: ignore[call-arg]
         except (*LOST, TableNotFound):
-            if not (tries_left and trainer_class.is_kept(attempt.options, attempt.cluster, attempt.progress.table)):
+            cluster, job = attempt.cluster, attempt.progress.table
+            if cluster is None or not (tries_left and trainer_class.is_kept(attempt.options, cluster, job)):
                 raise
     raise AssertionError("the last try has returned or raised")
 
@@ -315,7 +315,7 @@ def _run_on(
             ranks=ranks,
             console=console,
         )
-        trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
+        trainer = _opened_trainer(trainer_class, attempt, data)
         seconds = {"data": time.perf_counter() - started}
         training = TrainingRun(attempt, trainer, launch=launch_name(), loss=loss, seconds=seconds)
         with stop.in_order(cluster):

@@ -9,7 +9,7 @@ from typing import Any
 
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TrainingDiverged
+from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TableNotFound, TrainingDiverged
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted, lasting
 from geartrain.workers.atomic import write_json
@@ -113,31 +113,12 @@ class TrainingRun:
             self._record_stage(ended=False)
         step = None if self._attempt.state is None else trainer.progress.step
         names = self._options.loggers if self._is_first else ()
+        lost = (*LOST, TableNotFound) if trainer.is_restored else LOST
         trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
         try:
             self._start(stop)
             stop.saved = self._saved
-            try:
-                stop.doing = "did a step"
-                finished = self._train(stop)
-                if finished:
-                    stop.doing = "looked at what it had trained"
-                    trainer.trained()
-                    if self._is_first:
-                        self._record_stage(
-                            ended=False
-                        )  # it may have ended early, and must not count as a further stage
-            except NonFinite as exc:
-                raise self._diverged(exc) from exc
-            self._save_last(finished=finished)
-            report = None
-            if finished:
-                try:
-                    with stop.at_once("tested the model"):
-                        failpoints.reach("job.report.before")
-                        report = self._report() if self._takes_part else None
-                except Stopped:
-                    finished = False
+            finished, report = self._trained_to_the_end(stop, lost)
             stop.doing = "waited for the other ranks"
             if report is not None:
                 trainer.events.flush()  # reports a log that cannot be written before
@@ -146,16 +127,15 @@ class TrainingRun:
             if not finished:
                 say(self._stopped_line())
             ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
-            if self._is_first:
+            if self._is_first and (finished or not trainer.has_others):
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
-        except LOST as exc:
+        except lost as exc:
             if stop() and self._snapshots.last is not None:
                 self._state = "stopped"
                 say(self._stopped_line())
                 return JobResult(False, None, trainer.progress.step)
-            what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
-            say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
+            self._say_lost(exc)
             if self._snapshots.last is not None:
                 self._state = "recovering"
                 raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
@@ -170,6 +150,51 @@ class TrainingRun:
             trainer.events.close()
             said = stop.saved()
             stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
+
+    def _trained_to_the_end(
+        self, stop: Interruption, lost: tuple[type[Exception], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Train, save and test; return whether the run has finished, and its report. All of it is done again where the
+        scheduler restores the job meanwhile.
+        """
+        for tries_left in reversed(range(self._options.max_recoveries + 1)):
+            try:
+                return self._trained_once(stop)
+            except lost as exc:
+                if stop() or not tries_left:
+                    raise
+                stop.doing = "waited until the scheduler has restored the job"
+                if not self._trainer.goes_on_restored():
+                    raise
+                self._say_lost(exc)
+        raise AssertionError("the last try has returned or raised")
+
+    def _trained_once(self, stop: Interruption) -> tuple[bool, dict[str, Any] | None]:
+        trainer = self._trainer
+        try:
+            stop.doing = "did a step"
+            finished = self._train(stop)
+            if finished:
+                stop.doing = "looked at what it had trained"
+                trainer.trained()
+                if self._is_first:
+                    self._record_stage(ended=False)  # it may have ended early, and must not count as a further stage
+        except NonFinite as exc:
+            raise self._diverged(exc) from exc
+        self._save_last(finished=finished)
+        trainer.leave()
+        if not finished:
+            return False, None
+        try:
+            with stop.at_once("tested the model"):
+                failpoints.reach("job.report.before")
+                return True, self._report() if self._takes_part else None
+        except Stopped:
+            return False, None
+
+    def _say_lost(self, exc: BaseException) -> None:
+        what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
+        self._attempt.print_line(f"Lost a part of the cluster at step {self._trainer.progress.step}: {what}")
 
     def _claim_folder(self) -> None:
         options, out = self._options, self._options.out
@@ -242,14 +267,18 @@ class TrainingRun:
 
     def _save(self, *, required: bool = False) -> None:
         """Begin a snapshot. Of a ``required`` one return once it is complete, or raise its error."""
-        state = self._trainer.state(self._options)
-        if not self._takes_part:
-            return
-        self._trainer.events.flush()  # the log of the snapshot's steps must be as durable as the snapshot
-        failpoints.reach("job.save.before")
-        with traces.span("snapshot", step=state.progress.step):
-            (self._snapshots.require if required else self._snapshots.start)(state)
-        failpoints.reach("job.save.after")
+        self._snapshots.wait()
+        with self._trainer.alone():
+            state = self._trainer.state(self._options)
+            if not self._takes_part:
+                return
+            self._trainer.events.flush()  # the log of the snapshot's steps must be as durable as the snapshot
+            failpoints.reach("job.save.before")
+            with traces.span("snapshot", step=state.progress.step):
+                self._snapshots.start(state, is_required=required)
+            failpoints.reach("job.save.after")
+        if required:
+            self._snapshots.confirm(state)
 
     def _save_last(self, *, finished: bool) -> None:
         """Save the present state, and write the model of that step.
@@ -262,9 +291,9 @@ class TrainingRun:
             try:
                 self._save(required=True)
             except SnapshotError:
-                if not self._trainer.settle():
+                if not self._trainer.is_restored:
                     raise
-                self._save(required=True)
+                self._save(required=True)  # one of the scheduler has ended it
         except SnapshotError as exc:
             failure = SnapshotFailed(f"step {step} is not saved: {exc}; {self._saved()}")
         if finished:

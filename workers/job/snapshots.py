@@ -142,13 +142,17 @@ class JobSnapshots:
             return True
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
-    def start(self, state: JobState) -> None:
-        """Freeze this moment, and continue while it is written. Waits until the one before is complete.
+    def start(self, state: JobState, *, is_required: bool = False) -> None:
+        """Freeze this moment, and continue while it is written. Waits until the one before is complete. One that
+        ``is_required`` is to be confirmed, and not begun where there is one of this moment.
 
         May raise the errors of a lost shard, which may as well show at the next push, but not those of a disk. Raises
         ResumeFromSnapshot once it is complete if a shard wants to leave: later training would be lost with the shard.
         """
         self.wait()
+        self._is_required = is_required
+        if is_required and self._holds(state):
+            return
         self._begins = True
         try:
             leaving = self._start(state)
@@ -240,15 +244,12 @@ class JobSnapshots:
 
     def require(self, state: JobState) -> None:
         """Return once there is one of this moment. Raises its error: SnapshotError, or as :meth:`start`."""
+        self.start(state, is_required=True)
+        self.confirm(state)
+
+    def confirm(self, state: JobState) -> None:
+        """Return once the required one of this moment is complete. Raises its error."""
         self.wait()
-        if self._holds(state):
-            return
-        self._is_required = True
-        try:
-            self.start(state)
-            self.wait()
-        finally:
-            self._is_required = False
         if not self._holds(state):
             assert self._failure is not None
             raise self._failure

@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -103,6 +103,8 @@ class Trainer:
     """Whether rows are written at the end of the backward pass, while the ranks' gradients travel."""
     cluster: Cluster | None = None
     """Cluster of its rows; None: the ranks have them, or its owner needs no snapshots of it."""
+    is_restored: bool = False
+    """Whether the scheduler restores the job, at any moment."""
 
     def __init__(
         self,
@@ -278,8 +280,17 @@ class Trainer:
         del options, cluster, job
         return False
 
-    def settle(self) -> bool:
-        """Wait until the scheduler saves the job no more; whether its snapshots may have ended one of this process."""
+    def alone(self) -> AbstractContextManager[None]:
+        """Let no other worker of the job train meanwhile, so that a snapshot begun here is one moment of all."""
+        return nullcontext()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other workers trained as this one was last to be :meth:`alone`."""
+        return False
+
+    def goes_on_restored(self) -> bool:
+        """Wait until the scheduler has restored the job, and be ready to :meth:`run` again; False: it does not."""
         return False
 
     def leave(self) -> None:
@@ -322,7 +333,8 @@ class Trainer:
             finished = self._steps(stop, due, save, show)
         elapsed = self.train_seconds - seconds
         batches = self.batches_before(self.progress.step) - self.batches_before(before)
-        self.samples_per_second = batches * self.recipe.batch_size / max(elapsed, 1e-9)
+        if batches:  # else it only looked for what a restore has left
+            self.samples_per_second = batches * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
 
     def _steps(

@@ -112,15 +112,15 @@ def test_a_worker_that_joins_takes_a_share(
 def test_a_last_snapshot_that_one_of_the_scheduler_has_ended_is_taken_again(
     data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require, failures = JobSnapshots.require, [True]
+    confirm, failures = JobSnapshots.confirm, [True]
 
-    def required(snapshots: JobSnapshots, state: JobState) -> None:
+    def confirmed(snapshots: JobSnapshots, state: JobState) -> None:
         if state.progress.step and failures:
             failures.pop()
             raise SnapshotFailed("another one of the same tables was begun")
-        require(snapshots, state)
+        confirm(snapshots, state)
 
-    monkeypatch.setattr(JobSnapshots, "require", required)
+    monkeypatch.setattr(JobSnapshots, "confirm", confirmed)
     result = run_job(ClickTrainer, options_of(data, scheduler, batch_size=200), Console(quiet=True))
     assert result.finished and not failures
 

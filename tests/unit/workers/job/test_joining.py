@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.values.errors import ShardRestarted, TableBeingRestored
-from geartrain.workers.job.job import _joined_trainer
+from geartrain.workers.job.job import _opened_trainer
 from geartrain.workers.job.trainer import Trainer
 
 ATTEMPT: Any = SimpleNamespace(options=None, cluster="cluster", progress=SimpleNamespace(table="run"))
@@ -37,11 +37,11 @@ def trainer_class(*failures: Exception, is_kept: bool) -> Any:
 def test_tables_that_are_lost_or_restored_are_waited_for_while_the_scheduler_keeps_the_job() -> None:
     failures = ShardRestarted("a shard was lost"), TableBeingRestored("not yet")
     kept = trainer_class(*failures, is_kept=True)
-    assert isinstance(_joined_trainer(kept, ATTEMPT, None), kept)
+    assert isinstance(_opened_trainer(kept, ATTEMPT, None), kept)
     with pytest.raises(ShardRestarted, match="a shard was lost"):
-        _joined_trainer(trainer_class(*failures, is_kept=False), ATTEMPT, None)
+        _opened_trainer(trainer_class(*failures, is_kept=False), ATTEMPT, None)
 
 
 def test_what_does_not_come_back_is_not_waited_for_without_end() -> None:
     with pytest.raises(TableBeingRestored):
-        _joined_trainer(trainer_class(*[TableBeingRestored("never")] * 9, is_kept=True), ATTEMPT, None)
+        _opened_trainer(trainer_class(*[TableBeingRestored("never")] * 9, is_kept=True), ATTEMPT, None)
