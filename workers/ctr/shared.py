@@ -170,8 +170,8 @@ class SharedTopic(SharedBatches):
 
 
 def is_kept(cluster: Cluster, job: str) -> bool:
-    """Whether the scheduler restores the job, as it is now or, once that is done, as it was saved."""
-    worker, patience = worker_name(job, None), Backoff(ClientConfig().recovery_timeout_seconds)
+    """Return whether the scheduler restores the job after a loss; wait while it saves or restores it."""
+    worker, backoff = worker_name(job, None), Backoff(ClientConfig().recovery_timeout_seconds)
     while True:
         try:
             num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
@@ -185,5 +185,5 @@ def is_kept(cluster: Cluster, job: str) -> bool:
         except Busy:
             time.sleep(_POLL_SECONDS)
         except SchedulerUnavailable:
-            if not patience.pause():
+            if not backoff.pause():
                 raise

@@ -336,7 +336,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     def _leave_steps(self) -> None:
         if self.fields.worker_steps is not None:
-            self.fields.worker_steps.leave()  # nobody waits for steps that do not come
+            self.fields.worker_steps.leave()  # so that no worker waits for steps that do not come
 
     def between(self) -> None:
         """Validate at intervals, and end the stage if validation has not improved for ``patience`` of them."""
@@ -356,7 +356,7 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress = replace(self.progress, stage_steps=done)
 
     def trained(self) -> None:
-        """Look at the end."""
+        """Validate at the end."""
         if self.samples.has_ended():
             self.samples.settle()
         if not self._was_complete:
