@@ -1,7 +1,7 @@
 """Work of a class head for each sample, beside the products over rows: many small operations in a few kernels.
 
-Their references are the tensor operations of ``head/batch.py``, ``head/loss/softmax.py`` and ``device_labels.py``,
-which run where kernels do not: call :func:`~.launch.runs_kernels` first.
+Their references are the tensor operations of ``head/loss/batch.py``, ``head/loss/softmax.py`` and
+``head/backends/ranks/device_labels.py``, which run where kernels do not: call :func:`~.launch.runs_kernels` first.
 
 Legend: B samples, S of this rank, A active rows, D width.
 """
