@@ -262,7 +262,9 @@ def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
     return unknown
 
 
-@pytest.mark.parametrize("page", ["start/your-loop.md", "how-to/snapshots.md", "explanation/gear.md"])
+@pytest.mark.parametrize(
+    "page", ["start/your-loop.md", "how-to/snapshots.md", "how-to/run-slow-gears.md", "explanation/gear.md"]
+)
 def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, tmp_path: Path) -> None:
     blocks = [
         code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
