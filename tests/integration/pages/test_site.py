@@ -262,12 +262,13 @@ def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
     return unknown
 
 
-@pytest.mark.parametrize(
-    "page", ["start/your-loop.md", "how-to/snapshots.md", "how-to/run-slow-gears.md", "explanation/gear.md"]
-)
+RUN = "start/your-loop how-to/snapshots how-to/click-models how-to/run-slow-gears explanation/gear"
+
+
+@pytest.mark.parametrize("page", RUN.split())
 def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, tmp_path: Path) -> None:
     blocks = [
-        code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
+        code for language, code in FENCE.findall((DOCS / f"{page}.md").read_text("utf-8")) if language == "python"
     ]
     printed = [[run(code, tmp_path) for code in blocks] for _ in range(2)]
     assert [code for code, text in zip(blocks, printed[0], strict=True) if not text] == []
