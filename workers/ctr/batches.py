@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -79,6 +79,10 @@ class ClickBatches(ABC):
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
         """Continue reading from cursors of :meth:`where`."""
+
+    def kept(self, batches: Iterable[ClickBatch]) -> Iterable[ClickBatch]:
+        """The same ``batches``, between which this worker stays one that trains."""
+        return batches
 
     def alone(self) -> AbstractContextManager[None]:
         """Let no other worker of the job train meanwhile: rows, and :meth:`where`, are of one moment."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -101,6 +101,12 @@ class SharedBatches(ClickBatches):
     def where(self) -> Mapping[int, tuple[int, int]]:
         """Return the cursors behind all samples that the job's workers have committed."""
         return self._leased.cursors()
+
+    def kept(self, batches: Iterable[ClickBatch]) -> Iterator[ClickBatch]:
+        """See ClickBatches: its lease does not end while it looks at a validation."""
+        for batch in batches:
+            yield batch
+            self._leased.keep()
 
     def alone(self) -> AbstractContextManager[None]:
         """See ClickBatches. It costs an RPC to the scheduler, and the others a moment."""

@@ -443,7 +443,7 @@ class ClickTrainer(EmbeddingTrainer):
         return self._scored(self.samples.tested())
 
     def _scored(self, batches: Iterable[ClickBatch]) -> Scores:
-        return scored(self.network, self.fields, batches, self.design.user)
+        return scored(self.network, self.fields, self.samples.kept(batches), self.design.user)
 
     def _go_to_best(self) -> int:
         """Restore network and rows of the best step; return that step."""

@@ -253,6 +253,12 @@ class LeasedSamples(Iterator[SampleBatch]):
             found = self._repeated(self._streams.cursors)
         return {**dict.fromkeys(range(self._streams.num_streams), (0, 0)), **found}
 
+    def keep(self) -> None:
+        """Renew the lease, if a third of it has passed: for a worker that does something else for long. No wait."""
+        with self._lock:
+            if self._renewal is not None and time.monotonic() - self._spoke > self._lease_seconds / 3:
+                self._renew(NOTHING)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let no other worker read while the block lasts, as every batch is in the rows and in :meth:`cursors`, or in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, SnapshotFailed
-from geartrain.workers.ctr import shared
+from geartrain.workers.ctr import shared, trainer
 from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job.job import run_job
@@ -107,6 +108,29 @@ def test_a_worker_that_joins_takes_a_share(
     assert result.finished and len(counts) == COUNT * 4 // 5
     assert set(counts.values()) == {1}
     assert first and result.report is not None and result.report["held_out"]["samples"] > 400
+
+
+def test_a_validation_may_last_longer_than_a_lease(data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, scored, ours, looks = shared.click_batch, trainer.scored, Counter[int](), [True]
+
+    def counted(design: Any, batch: Any, negatives: float) -> Any:
+        ours.update(batch["at"].tolist())
+        return make(design, batch, negatives)
+
+    def slow(batches: Any) -> Any:
+        for batch in batches:
+            time.sleep(0.5 if looks else 0.0)
+            yield batch
+        looks.clear()
+
+    monkeypatch.setattr(shared, "click_batch", counted)
+    monkeypatch.setattr(
+        trainer, "scored", lambda network, fields, batches, user: scored(network, fields, slow(batches), user)
+    )
+    began = time.monotonic()
+    run_job(ClickTrainer, options_of(data, scheduler), Console(quiet=True))
+    assert not looks and time.monotonic() - began > 6.0
+    assert len(ours) == COUNT * 4 // 5 and set(ours.values()) == {1}
 
 
 def test_a_last_snapshot_that_one_of_the_scheduler_has_ended_is_taken_again(
