@@ -28,7 +28,13 @@ def scheduler() -> Iterator[str]:
 
 
 def torchrun(ranks: int, *arguments: Any, restarts: int = 0, entry: Callable[..., str] = elastic_script.main) -> str:
-    """What rank 0 told, under the agent that ``torchrun`` is a command for; ranks are forked, which saves importing."""
+    """What rank 0 told, under the agent that ``torchrun`` is a command for."""
+    told: dict[int, str] = launched(ranks, entry, *arguments, restarts=restarts)
+    return told[0]
+
+
+def launched(ranks: int, entry: Callable[..., Any], *arguments: Any, restarts: int = 0) -> dict[int, Any]:
+    """What each rank returned from ``entry``; ranks are forked, which saves importing."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -39,8 +45,8 @@ def torchrun(ranks: int, *arguments: Any, restarts: int = 0, entry: Callable[...
         start_method=FORKSERVER.get_start_method(),
         monitor_interval=0.05,
     )
-    told: dict[int, str] = elastic_launch(config, entry)(*arguments)
-    return told[0]
+    found: dict[int, Any] = elastic_launch(config, entry)(*arguments)
+    return found
 
 
 def break_and_restart(scheduler: str, images: Path, out: Path) -> str:

@@ -99,6 +99,9 @@ class ClickBatches(ABC):
         """Read on from where the scheduler has restored the job to; False: it does not keep it."""
         return False
 
+    def wait_alone(self) -> None:  # noqa: B027
+        """Release what is not read, and wait until no other worker reads the samples of the job."""
+
     def close(self) -> None:  # noqa: B027
         """Release samples that are not read, to other workers."""
 

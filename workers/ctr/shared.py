@@ -130,6 +130,13 @@ class SharedBatches(ClickBatches):
         self._open()
         return True
 
+    def wait_alone(self) -> None:
+        """See ClickBatches."""
+        self.close()
+        streams = self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
+        while any(streams.holders().holders):
+            time.sleep(_POLL_SECONDS)
+
     def close(self) -> None:
         """See ClickBatches."""
         with suppress(StaleClient):  # the job went back: others have the streams

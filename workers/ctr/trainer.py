@@ -357,8 +357,8 @@ class ClickTrainer(EmbeddingTrainer):
 
     def trained(self) -> None:
         """Validate at the end."""
-        if self.samples.has_ended():
-            self.samples.settle()
+        self.samples.wait_alone()
+        self.samples.settle()
         if not self._was_complete:
             self._look()
             self._look_back()

@@ -51,6 +51,8 @@ class Run:
     """Step at which its current or last stage ends."""
     ended: bool = True
     """Whether that stage was trained, evaluated and reported."""
+    over: bool = False
+    """Whether that stage was trained, so that workers which joined it end."""
     scheduler: str | None = None
     """host:port of the scheduler of the cluster that has its rows; None: the worker has them."""
 
@@ -207,9 +209,10 @@ def require_one_process(job: str) -> None:
     """Raise ConfigError if torchrun started several processes for a single-process job."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
+        several = ", or, if they are to share its samples, give --set mode=async" if job == "ctr" else ""
         raise ConfigError(
             f"'geartrain worker {job}' trains in one process, and torchrun has started {processes}; start it without "
-            "torchrun, or with --nproc-per-node 1"
+            f"torchrun, or with --nproc-per-node 1{several}"
         )
 
 

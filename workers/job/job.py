@@ -6,6 +6,7 @@ it is several, torchrun restarts them and they find the snapshot.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -34,6 +35,7 @@ from geartrain.workers.job.folder import (
     Run,
     cluster_of,
     find_run,
+    has_run,
     has_snapshot,
     read_report,
     read_run,
@@ -55,6 +57,8 @@ from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, 
 from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+"""Between two looks of a joined worker at the record of its run."""
 _TRIES = 5
 """To open the tables of a job that may go back to its snapshot meanwhile."""
 CHANGEABLE = (
@@ -70,8 +74,6 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
     Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
     """
     started = time.perf_counter()
-    if trainer_class.in_one_process:
-        require_one_process(options.job)
     require_folder(options.cache, "--cache")
     is_first = os.environ.get("RANK", "0") == "0"
 
@@ -83,15 +85,40 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
         if options.joins:
             return _join(trainer_class, options, console, stop)
         options, ended = _with_its_run(trainer_class, options, say)
+        if trainer_class.in_one_process and not (_shares(options) and options.scheduler):
+            require_one_process(options.job)
         if ended is not None:
-            with joined_ranks(options.device) as ranks:  # others may wait there
+            with joined_ranks(options.device, alone=_shares(options)) as ranks:  # others may wait there
                 return _agreed(options, ranks, ended) or ended
+        if _shares(options) and not is_first:
+            return _join_when_begun(trainer_class, options, console, stop)
         trainer_class.require(options)
         return _run_to_the_end(trainer_class, options, console, started, stop)
 
 
+def _shares(options: JobOptions) -> bool:
+    """Return whether each process is a worker by itself, and takes samples from the run that one of them began."""
+    return bool(getattr(options.recipe, "shares", False))
+
+
+def _join_when_begun(
+    trainer_class: type[Trainer], options: JobOptions, console: Console, stop: Interruption
+) -> JobResult:
+    """Join the run that the first rank of this torchrun begins or resumes."""
+    stop.doing = "waited for the first rank"
+    launch, since = launch_name(), psutil.Process().create_time() - _CLOCKS_DIFFER_SECONDS
+    while True:
+        if has_run(options.out):
+            run = read_run(options.out)
+            if run.launch == launch and run.began >= since and has_snapshot(run):
+                return _join(trainer_class, options, console, stop)
+        time.sleep(_POLL_SECONDS)
+
+
 def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, stop: Interruption) -> JobResult:
-    """Train on a share of the samples of a run, in its cluster, until none are left or ``stop``."""
+    """Train on a share of the samples of a run, in its cluster, until none are left, its first worker has ended its
+    stage, or ``stop``.
+    """
     run = read_run(options.out)
     snapshot = newest_snapshot(run.snapshots)
     state = _read_state(trainer_class, snapshot, run)
@@ -101,30 +128,47 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             f"the run in {options.out} is of one worker; begin one that others join with --scheduler HOST:PORT --set "
             "mode=async"
         )
-    options = replace(options, recipe=state.recipe, scheduler=scheduler)
+    options = replace(options, recipe=state.recipe, scheduler=scheduler, joins=True)
+    attempt = Attempt(
+        options=options,
+        progress=replace(state.progress, step=0, stage_start=0, stage_steps=state.recipe.stage_steps(), best=None),
+        snapshot=snapshot,
+        state=state,
+        cluster=None,
+        ranks=JobRanks(),
+        console=console,
+    )
+    is_over = _watched_stage(options.out)
+    if is_over():
+        attempt.print_line(f"The run in {options.out} has ended")
+        return JobResult(True, None, 0)
     stop.doing = "loaded its data"
     data = trainer_class.load(options, state, console)
     with connect(scheduler, config=ClientConfig()) as cluster:
-        attempt = Attempt(
-            options=options,
-            progress=replace(state.progress, step=0, stage_start=0, stage_steps=state.recipe.stage_steps(), best=None),
-            snapshot=snapshot,
-            state=state,
-            cluster=cluster,
-            ranks=JobRanks(),
-            console=console,
-        )
-        trainer = _opened_trainer(trainer_class, attempt, data)
+        trainer = _opened_trainer(trainer_class, replace(attempt, cluster=cluster), data)
         attempt.print_line(f"Joined {run.job}")
         with stop.in_order(cluster):
             try:
-                finished = trainer.run(stop=stop)
+                finished = trainer.run(stop=lambda: stop() or is_over()) or is_over()
             finally:
                 trainer.leave()
         attempt.print_line(
             f"{'Ended' if finished else 'Left'} after {counted(trainer.progress.step, 'step')} of this worker"
         )
     return JobResult(finished, None, trainer.progress.step)
+
+
+def _watched_stage(out: Path) -> Callable[[], bool]:
+    """Return a function that tells whether the first worker of the run has ended its stage, from the run's record."""
+    polled_at, is_over = -math.inf, False
+
+    def poll() -> bool:
+        nonlocal polled_at, is_over
+        if time.monotonic() - polled_at >= _POLL_SECONDS:
+            is_over, polled_at = read_run(out).over, time.monotonic()
+        return is_over
+
+    return poll
 
 
 def _opened_trainer(trainer_class: type[Trainer], attempt: Attempt, data: Any) -> Trainer:
@@ -206,7 +250,7 @@ def _run_to_the_end(
     """Run attempts until the job has ended, or cannot continue."""
     recoveries = 0
     loss: Loss | None = None
-    is_alone = "WORLD_SIZE" not in os.environ
+    is_alone = "WORLD_SIZE" not in os.environ or _shares(options)
     while True:
         if options.resume:
             stop.saved = partial(saved_in, options.out, go_on=options.continue_command())
@@ -251,7 +295,7 @@ def _run_once(
     stop: Interruption,
 ) -> JobResult:
     stop.doing = "waited for the other ranks"
-    with joined_ranks(options.device) as ranks:
+    with joined_ranks(options.device, alone=_shares(options)) as ranks:
         return _run_on(ranks, trainer_class, options, console, started, loss, stop)  # its model is freed with its frame
 
 

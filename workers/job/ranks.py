@@ -54,8 +54,8 @@ class JobRanks(Communicator):
 
 
 @contextmanager
-def joined_ranks(device: str) -> Iterator[JobRanks]:
-    """Join torchrun's process group, and leave it at the end; alone without torchrun.
+def joined_ranks(device: str, *, alone: bool = False) -> Iterator[JobRanks]:
+    """Join torchrun's process group, and leave it at the end; alone without torchrun, or if ``alone``.
 
     Free the model before the end: DistributedDataParallel, even one that only awaits collection, keeps the threads of
     gloo, and those that outlive the interpreter abort the process.
@@ -63,7 +63,7 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
     Raises ConfigError if torchrun's variables are incomplete, or if strangers could join.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    if world_size == 1 or alone:
         _require_closed_store()
         yield JobRanks()
         return

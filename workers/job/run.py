@@ -117,6 +117,8 @@ class TrainingRun:
         trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
         try:
             self._start(stop)
+            if self._is_first:
+                self._record_stage(over=False, launch=self._launch, began=time.time())
             stop.saved = self._saved
             finished, report = self._trained_to_the_end(stop, lost)
             stop.doing = "waited for the other ranks"
@@ -167,6 +169,8 @@ class TrainingRun:
                 if not self._trainer.goes_on_restored():
                     raise
                 self._say_lost(exc)
+                if self._is_first:
+                    self._record_stage(over=False)
         raise AssertionError("the last try has returned or raised")
 
     def _trained_once(self, stop: Interruption) -> tuple[bool, dict[str, Any] | None]:
@@ -176,9 +180,9 @@ class TrainingRun:
             finished = self._train(stop)
             if finished:
                 stop.doing = "looked at what it had trained"
+                if self._is_first:  # it may have ended early, and must not count as a further stage
+                    self._record_stage(ended=False, over=True)
                 trainer.trained()
-                if self._is_first:
-                    self._record_stage(ended=False)  # it may have ended early, and must not count as a further stage
         except NonFinite as exc:
             raise self._diverged(exc) from exc
         self._save_last(finished=finished)
@@ -216,10 +220,10 @@ class TrainingRun:
             if name == died.job or name.startswith(f"{died.job}/"):
                 cluster.drop_table(name)
 
-    def _record_stage(self, *, ended: bool) -> None:
+    def _record_stage(self, **changed: Any) -> None:
         progress, out = self._trainer.progress, self._options.out
         end = progress.stage_start + progress.stage_steps
-        write_run(out, replace(read_run(out), stage_end=end, ended=ended, scheduler=self._options.scheduler))
+        write_run(out, replace(read_run(out), stage_end=end, scheduler=self._options.scheduler, **changed))
 
     def _start(self, stop: Callable[[], bool]) -> None:
         trainer, state = self._trainer, self._attempt.state

@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 0.2
 _HELD_SECONDS = 0.02
 """Interval at which a worker that others are paused for asks whether it is alone."""
-_POLL_SECONDS = 1.0
+_INTERRUPT_SECONDS = 1.0
 """Interval at which a wait checks for an interrupt."""
 
 
@@ -318,7 +318,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         """Hold a valid lease, without streams that others lack."""
         if self._renewal is None:
             if self._applying is not None:  # its pushes must not reach the tables that are opened with the lease
-                self._lock.wait(_POLL_SECONDS)
+                self._lock.wait(_INTERRUPT_SECONDS)
                 return None
             self._tell_loss()
             try:
@@ -427,7 +427,7 @@ class LeasedSamples(Iterator[SampleBatch]):
     def _wait(self, renewal: StreamRenewal) -> None:
         """Wait, as there is nothing to read now, and report that to the scheduler."""
         if self._handed_out:
-            self._lock.wait(min(_POLL_SECONDS, self._lease_seconds / 3))
+            self._lock.wait(min(_INTERRUPT_SECONDS, self._lease_seconds / 3))
             now, behind = time.monotonic(), counted(len(self._handed_out), "batch", "batches")
             if (
                 self._handed_out

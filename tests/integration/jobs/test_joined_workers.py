@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,14 @@ from geartrain.ams.values.errors import ConfigError, SnapshotFailed
 from geartrain.workers.ctr import shared, trainer
 from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.job import job
+from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.snapshots import JobSnapshots
 from geartrain.workers.job.state import JobState
+from tests.faults.test_elastic import launched
+from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
 from tests.support.forkserver import FORKSERVER
 
@@ -78,36 +85,112 @@ def options_of(data: Path, scheduler: str | None, **changed: Any) -> JobOptions:
     return JobOptions(job="ctr", recipe=recipe_for(None, **given), loggers=(), **where)
 
 
+class Joined:
+    """A process that joins the run of this one, which waits, a second a batch, until the other one has samples."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ours: list[int] = []
+        self.first: list[int] = []
+        make, (self._here, there) = shared.click_batch, FORKSERVER.Pipe()
+        FORKSERVER.Process(target=join, args=(run, there)).start()
+        assert self._here.recv() == "ready"
+
+        def counted(design: Any, batch: Any, negatives: float) -> Any:
+            if len(self.ours) == 100:
+                self._here.send("join")
+            if len(self.ours) >= 100 and not self.first and self._here.poll(1):  # it takes streams that are released
+                self.first.extend(self._here.recv())
+                self._here.send("go on")
+            self.ours.extend(batch["at"].tolist())
+            return make(design, batch, negatives)
+
+        monkeypatch.setattr(shared, "click_batch", counted)
+
+    def counts(self) -> Counter[int]:
+        """How often each sample was trained on, once the other process has ended in good order."""
+        counts = Counter([*self.ours, *self.first])
+        while (batch := self._here.recv()) is not None:
+            counts.update(batch)
+        return counts
+
+
 @pytest.mark.parametrize("mode", ["async", "ssp:2"])
 def test_a_worker_that_joins_takes_a_share(
     data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    ours: list[int] = []
-    first: list[int] = []
-    make = shared.click_batch
-    here, there = FORKSERVER.Pipe()
-    other = FORKSERVER.Process(target=join, args=(data.parent / "run", there))
-    other.start()
-    assert here.recv() == "ready"
-
-    def counted(design: Any, batch: Any, negatives: float) -> Any:
-        if len(ours) == 100:
-            here.send("join")
-        if len(ours) >= 100 and not first and here.poll(1):  # a second a batch: it takes streams that this one releases
-            first.extend(here.recv())
-            here.send("go on")
-        ours.extend(batch["at"].tolist())
-        return make(design, batch, negatives)
-
-    monkeypatch.setattr(shared, "click_batch", counted)
+    joined = Joined(data.parent / "run", monkeypatch)
     result = run_job(ClickTrainer, options_of(data, scheduler, mode=mode), Console(quiet=True))
-    counts = Counter(ours)
-    counts.update(first)
-    while (batch := here.recv()) is not None:
-        counts.update(batch)
+    counts = joined.counts()
     assert result.finished and len(counts) == COUNT * 4 // 5
     assert set(counts.values()) == {1}
-    assert first and result.report is not None and result.report["held_out"]["samples"] > 400
+    assert joined.first and result.report is not None and result.report["held_out"]["samples"] > 400
+
+
+def test_workers_that_joined_end_with_a_first_one_that_ends_early(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, between = Joined(data.parent / "run", monkeypatch), ClickTrainer.between
+
+    def ended(trainer: ClickTrainer) -> None:
+        between(trainer)
+        if joined.first:  # as after looks that are not better
+            trainer.progress = replace(trainer.progress, stage_steps=trainer.progress.part[0])
+
+    monkeypatch.setattr(ClickTrainer, "between", ended)
+    result = run_job(ClickTrainer, options_of(data, scheduler, epochs=100), Console(quiet=True))
+    assert result.finished and joined.first and 0 < joined.counts().total() < 100 * COUNT * 4 // 5
+    late = typed("worker", "ctr", "--join", str(data.parent / "run"), "--logger=none")
+    assert late.returncode == 0 and "has ended" in late.stdout, late
+
+
+def test_workers_that_joined_train_on_after_the_first_one_was_stopped(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = Joined(data.parent / "run", monkeypatch)
+    options = options_of(data, scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: bool(joined.first))))
+        assert not run_job(ClickTrainer, options, Console(quiet=True)).finished
+    theirs = joined.counts()
+    assert theirs.total() == COUNT * 4 // 5 and set(theirs.values()) == {1}
+    result = run_job(ClickTrainer, replace(options, resume=True), Console(quiet=True))
+    assert result.finished and result.report is not None
+
+
+def of_torchrun(data: Path, scheduler: str, restarted: bool) -> list[int]:
+    """The samples of a rank; the first one waits, a second a batch, until the other one has some. If they are to be
+    ``restarted``, the other one dies then.
+    """
+    seen: list[int] = []
+    make, is_first, has_joined = shared.click_batch, os.environ["RANK"] == "0", threading.Event()
+    dies = restarted and not is_first and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    place = data.parent / f"joined-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if is_first:
+        listener = Listener(str(place))
+        threading.Thread(target=lambda: (listener.accept(), has_joined.set()), daemon=True).start()
+
+    def noted(design: Any, batch: Any, negatives: float) -> Any:
+        if is_first and len(seen) >= 200:
+            has_joined.wait(1)
+        elif not is_first and not seen:
+            Client(str(place)).close()
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+        seen.extend(batch["at"].tolist())
+        return make(design, batch, negatives)
+
+    shared.click_batch = noted
+    assert run_job(ClickTrainer, options_of(data, scheduler), Console(quiet=True)).finished
+    return seen
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_ranks_of_torchrun_share_a_run(data: Path, scheduler: str, restarted: bool) -> None:
+    first, other = launched(2, of_torchrun, data, scheduler, restarted, restarts=1).values()
+    assert first and other
+    if not restarted:
+        assert len({*first, *other}) == len(first) + len(other) == COUNT * 4 // 5
+    assert read_run(data.parent / "run").ended
 
 
 def test_a_validation_may_last_longer_than_a_lease(data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
