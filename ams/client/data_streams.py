@@ -163,13 +163,13 @@ class DataStreams:
     def _call(self, request: Rpc[R]) -> R:
         if self._has_leased and self._latest.get(self._reader) is not self:
             raise StaleClient(
-                f"worker {self._reader.worker!r} of job {self._reader.job!r} reads here a second time, and that reader "
-                "has its streams now: go on with it, or give each reader a worker name of its own"
+                f"worker {self._reader.worker!r} of job {self._reader.job!r} was opened a second time, and the second "
+                "reader holds its streams now: use that one, or give each reader a worker name of its own"
             )
         try:
             return self._scheduler.call(request, self._timeout_seconds)
         except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from None
+            raise SchedulerUnavailable(f"{exc}; it may have been done, repeat it: that does no harm") from None
 
 
 def _checked(cursors: Cursors) -> dict[int, Cursor]:

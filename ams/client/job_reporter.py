@@ -80,7 +80,7 @@ class JobReporter:
         except AttemptFailed:
             self._silent_since, self._pause_seconds = self._silent_since or began, _REPORT_SECONDS
         except GeartrainError as exc:
-            logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
+            logger.warning("job %r cannot ask the scheduler which shards leave: %s", self._job, exc)
             return False
         return True
 
@@ -90,6 +90,6 @@ class JobReporter:
             return self._report()
         except Exception as exc:
             if not self._is_dumb:
-                logger.warning("job %r does not report how far it is: %r", self._job, exc)
+                logger.warning("job %r cannot report its progress: %r", self._job, exc)
             self._is_dumb = True
             return None

@@ -102,8 +102,8 @@ class SchedulerCalls:
         before = self.table(name)
         if fixed := settings.keys() - SETTINGS:
             raise InvalidArgument(
-                f"{min(fixed)} of table {name!r} cannot be altered: it is what the table is, and {', '.join(SETTINGS)} "
-                "are not. Make another table, or drop this one first"
+                f"{min(fixed)} of table {name!r} cannot be altered, only {', '.join(SETTINGS)} can. Create another "
+                "table, or drop this one first"
             )
         wanted = dataclasses.replace(before, **settings)
         alter = AlterClusterTable(spec=wanted, settings=tuple(settings), caller=self._stream.caller)

@@ -77,7 +77,7 @@ class HeldPartitions:
         """Raise NotHolder unless it holds the partitions of all ``ids``."""
         held = self.now
         if self._is_leaving:
-            raise NotHolder("this slow gear is leaving; ask the scheduler who holds its partitions")
+            raise NotHolder("this slow gear is leaving; ask the scheduler for the holder of its partitions")
         if len(held) == NUM_PARTITIONS:
             return
         is_held = np.zeros(NUM_PARTITIONS, np.bool_)
@@ -86,8 +86,8 @@ class HeldPartitions:
         if not is_held[parts].all():
             index = int(np.flatnonzero(~is_held[parts])[0])
             raise NotHolder(
-                f"partition {parts[index]} (of id {ids[index]}) is not with this slow gear, which holds {len(held)} "
-                "partitions; ask the scheduler who has it"
+                f"partition {parts[index]} (of id {ids[index]}) is not held by this slow gear, which holds {len(held)} "
+                "partitions; ask the scheduler for its holder"
             )
 
     def tick(self) -> None:
@@ -102,7 +102,7 @@ class HeldPartitions:
                 return
             renewal = self._leases.commit()
         except SchedulerUnavailable as exc:
-            logger.warning("the scheduler does not answer, %d partitions are kept meanwhile: %s", len(self.now), exc)
+            logger.warning("the scheduler does not answer; keeping %d partitions meanwhile: %s", len(self.now), exc)
             return
         except StaleClient as exc:
             logger.warning("lease lost: %s", exc)
@@ -130,7 +130,7 @@ class HeldPartitions:
             try:
                 self._leases.release()
             except GeartrainError as exc:
-                logger.warning("partitions are not given back, they will be free after their lease: %s", exc)
+                logger.warning("cannot release partitions, which are free once their lease ends: %s", exc)
 
     def _release(self, partitions: Sequence[int]) -> None:
         """Release partitions once their waiting gradients are applied; meanwhile the lease is renewed."""
@@ -140,14 +140,14 @@ class HeldPartitions:
             applied, self._applying = self._applying, None
             applied.result()
             self._leases.release(partitions)
-            logger.info("%d partitions went to other slow gears, %d are left", len(partitions), len(self._held))
+            logger.info("released %d partitions to other slow gears, %d are left", len(partitions), len(self._held))
 
     def _lease(self, began: float) -> None:
         lease = self._leases.lease()
         self._lease_seconds = lease.lease_seconds
         self._until = began + lease.lease_seconds * (1 - _MARGIN)
         if len(lease.cursors) != len(self._held):
-            logger.info("%d of %d partitions are held", len(lease.cursors), NUM_PARTITIONS)
+            logger.info("this slow gear holds %d of %d partitions", len(lease.cursors), NUM_PARTITIONS)
         self._held = frozenset(lease.cursors)
         self._has_lease = True
 
@@ -186,5 +186,5 @@ class Ticker:
             except GeartrainError as exc:
                 logger.warning("%s", exc)
             except Exception:  # the user's module may raise anything: the lease goes on
-                logger.exception("what a slow gear does now and then failed; it is tried again")
+                logger.exception("periodic work of the slow gear failed; retrying")
             self._ended.wait(self._seconds())

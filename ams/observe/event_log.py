@@ -162,7 +162,7 @@ class EventLog:
             self._is_failing = False
         except OSError as exc:
             if not self._is_failing:
-                logger.warning("events are in memory alone for now: %s: %s", path, exc.strerror)
+                logger.warning("cannot write events to %s, keeping them in memory: %s", path, exc.strerror)
             self._is_failing = True
             self._close_file()
         return not self._is_failing
@@ -189,9 +189,9 @@ def _events_in(path: Path) -> Iterator[tuple[ClusterEvent, int]]:
     try:
         lines = _whole_lines(path).splitlines()
     except OSError as exc:
-        logger.warning("events of %s are not known: %s", path, exc.strerror)
+        logger.warning("cannot read the events in %s: %s", path, exc.strerror)
         return
     found = [event for line in lines if (event := _from_json(line)) is not None]
     if len(found) < len(lines):
-        logger.warning("%s: %d lines are no events; they are passed over", path, len(lines) - len(found))
+        logger.warning("%s: skipped %d lines that are no events", path, len(lines) - len(found))
     yield from found

@@ -254,6 +254,6 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         """Log why a scrape failed, in one line if the peer caused it."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            logger.info("nobody was told metrics at %s: %s", client_address[0], error)
+            logger.info("cannot send metrics to %s: %s", client_address[0], error)
         else:
-            logger.error("metrics could not be collected", exc_info=error)
+            logger.error("cannot collect metrics", exc_info=error)

@@ -52,7 +52,7 @@ class LiveClasses:
         self.num_live_classes = num_classes - int(self.retired_before[-1])
         self.are_all = not len(runs)
         if self.num_live_classes < 1:
-            raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one live class at least")
+            raise InvalidArgument(f"all {num_classes} classes are retired; keep at least one")
 
     @staticmethod
     def first(num_classes: int, num_live_classes: int | None) -> LiveClasses:
@@ -66,7 +66,7 @@ class LiveClasses:
         ):
             raise InvalidArgument(
                 f"num_live_classes is {num_live_classes!r}; it must lie in [1, {num_classes}], the largest number "
-                "of classes that ever live at a time"
+                "of classes that can be live at a time"
             )
         return LiveClasses(num_classes, [[num_live_classes, num_classes]])
 
@@ -113,8 +113,8 @@ class LiveClasses:
         """Return class ids [N] within the table; raise InvalidIds naming the first that is retired."""
         if not self.are_all and len(wrong := np.flatnonzero(~self.holds(ids))):
             raise InvalidIds(
-                f"{what} {int(ids[wrong[0]])} at index {int(wrong[0])} is a class that does not live: it was retired, "
-                "or never added; drop such samples, or add it with head.add_classes(...)"
+                f"{what} {int(ids[wrong[0]])} at index {int(wrong[0])} is no live class: it was retired, or never "
+                "added; drop such samples, or add it with head.add_classes(...)"
             )
         return ids
 

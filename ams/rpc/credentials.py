@@ -230,11 +230,11 @@ class Credentials:
                     raise
                 if self._complaint != (complaint := str(exc)):
                     self._complaint = complaint
-                    logger.warning("goes on with the certificate that it has: %s", complaint)
+                    logger.warning("keeping the present certificate: %s", complaint)
             assert self._files is not None
             if self._files.warn_at < time.time() > self._warned_at + _WARN_SECONDS:
                 self._warned_at = time.time()
-                logger.warning("%s runs out soon; 'geartrain certs renew' renews it: no restart", self._paths[1])
+                logger.warning("%s expires soon; renew it without a restart: 'geartrain certs renew'", self._paths[1])
             return self._files
 
 

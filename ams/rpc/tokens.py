@@ -158,7 +158,7 @@ class TokenFile:
                             "makes one"
                         )
                     ) from exc
-                logger.warning("goes on with the token that it has: %s", exc)
+                logger.warning("keeping the present token: %s", exc)
         return self._metadata
 
     def _read(self, stat: os.stat_result) -> str:
@@ -249,7 +249,7 @@ class Tokens:
             try:
                 self.check_grants()
             except Exception:  # it must go on for the others
-                logger.exception("rights of connections for rows could not be looked after")
+                logger.exception("cannot check the rights of row connections; retrying")
 
     def check_grants(self) -> None:
         with self._lock:
@@ -278,9 +278,9 @@ class Tokens:
                 keys = self._keys if stamp[0] is None else public_keys(paths[0].read_bytes())
                 revoked = "" if stamp[1] is None else paths[1].read_text(encoding="ascii")
                 if stamp[0] is None and keys is not None:  # a folder may be copied in any order
-                    logger.warning("%s is there no more: its keys hold until this role is restarted", paths[0])
+                    logger.warning("%s was removed: its keys stay valid until this role is restarted", paths[0])
             except (OSError, ValueError) as exc:
-                logger.warning("tokens: %s cannot be read, and what is believed stays as it is: %s", self._folder, exc)
+                logger.warning("cannot read the keys of tokens in %s, keeping the present ones: %s", self._folder, exc)
                 if self._keys is None:
                     self._keys = ()  # tokens are required, though the keys are unreadable
                 return

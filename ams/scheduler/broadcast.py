@@ -68,7 +68,7 @@ def _raise_first(failures: dict[int, GeartrainError | AttemptFailed]) -> None:
     failure = failures[shard]
     if isinstance(failure, AttemptFailed):
         raise ShardUnavailable(
-            f"shard {shard} cannot be told of the table: {failure}. Is its server running, and not overloaded? "
-            "('geartrain status'); then try again"
+            f"shard {shard} does not answer a request about the table: {failure}. Check that its server runs and is "
+            "not overloaded ('geartrain status'), then try again"
         ) from failure
     raise failure

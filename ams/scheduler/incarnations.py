@@ -68,7 +68,7 @@ class Incarnations:
         if number > max(MOST_GIVEN, self.last) + _GIVEN_SINCE:
             if number != self._unheeded:
                 self._unheeded = number
-                logger.warning("a shard has seen incarnation %d, which no scheduler gave out; it is not heeded", number)
+                logger.warning("a shard reports incarnation %d, which no scheduler assigned; ignoring it", number)
             return False
         if number > self.last:
             with self._lock:

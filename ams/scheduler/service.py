@@ -159,7 +159,7 @@ class SchedulerServer:
         """
         if grace_seconds > 0 and self._scheduler is not None:
             if leaving := self._scheduler.leaving_shards():
-                logger.info("waits for shards that are about to end: %s", ", ".join(map(str, leaving)))
+                logger.info("waiting for shards that are shutting down: %s", ", ".join(map(str, leaving)))
             while self._scheduler.leaving_shards():
                 time.sleep(_POLL_SECONDS)
         self._scheduler = None

@@ -77,15 +77,15 @@ class ExpirySchedule:
                 return
             if found.position < 0 and under_way.only_counts:
                 logger.warning(
-                    "table %r: the clock that pushes said leapt, and its expiry would take %d of %d rows here at once; "
-                    "none goes before most were pushed again, or 'geartrain table expire %s' takes them",
+                    "table %r: the step or time of pushes jumped, and %d of %d rows here would expire at once; none "
+                    "expires before most are pushed again. 'geartrain table expire %s' removes them now",
                     table.spec.name,
                     under_way.found,
                     under_way.looked_at,
                     table.spec.name,
                 )
         except BaseException:  # from a user's rule
-            logger.exception("expiry of table %r was given up until it is due again", table.spec.name)
+            logger.exception("expiry of table %r failed; retrying when it is next due", table.spec.name)
             under_way.position = -1
         if under_way.position < 0:
             table.expiry_pass = None
@@ -98,7 +98,7 @@ class ExpirySchedule:
         expiry = request.expiry or table.spec.expiry
         if expiry is None:
             raise InvalidArgument(
-                f"table {table.spec.name!r} has no rule by which rows go; give one: gt.Unseen(steps=1_000_000), or "
+                f"table {table.spec.name!r} has no expiry rule; give one: gt.Unseen(steps=1_000_000), or "
                 "'geartrain table expire' with --unseen-steps 1000000"
             )
         if request.position < 0:

@@ -320,7 +320,7 @@ class ShardServer:
                     gone = LeaveCluster(shard=held.shard.shard, incarnation=held.incarnation)
                     self._scheduler.call(gone, timeout_seconds=1.0)
                 except (GeartrainError, AttemptFailed) as exc:
-                    logger.info("left without telling the scheduler: %s", exc)
+                    logger.info("shard %d left, but cannot tell the scheduler: %s", held.shard.shard, exc)
             held.close(grace_seconds)
         self._held.clear()
         self._scheduler.close()
@@ -350,7 +350,7 @@ class ShardServer:
                             "start 'geartrain scheduler' first, or correct --scheduler"
                         ) from exc
                     if not is_told:
-                        logger.warning("%s; tries again for %g s", exc, REGISTER_TIMEOUT_SECONDS)
+                        logger.warning("%s; retrying for up to %g s", exc, REGISTER_TIMEOUT_SECONDS)
                     is_told = True
                     if self._stopping.wait(_RETRY_SECONDS):
                         raise SchedulerUnavailable("stopped before the scheduler answered") from exc
@@ -386,7 +386,7 @@ class ShardServer:
                 silent = False
             except AttemptFailed as exc:
                 if not silent:
-                    logger.warning("the scheduler does not answer, serving shard %d on: %s", held.number, exc)
+                    logger.warning("the scheduler does not answer; still serving shard %d: %s", held.number, exc)
                 silent = True
             except (ConfigError, StaleBucketMap) as exc:
                 self._stop_shard(held, f"the scheduler refuses shard {held.number}: {exc}")
@@ -415,7 +415,7 @@ class ShardServer:
             left = [other for other in self._held if other is not held]
             self._held = left or self._held
         if left:
-            logger.error("%s; this process serves on with %s", reason, ", ".join(str(other.number) for other in left))
+            logger.error("%s; still serving shards %s", reason, ", ".join(str(other.number) for other in left))
             held.close(0)
             return
         self.end_reason = "; ".join(self._end_reasons)

@@ -170,7 +170,7 @@ class SingleWriter:
             self._expire()
             deadline = self._next_deadline()
         except BaseException:  # the other deadlines must still be handled
-            logger.exception("%s could not keep a deadline, and tries again in %g s", self._name, _RETRY_SECONDS)
+            logger.exception("%s failed at a deadline; retrying in %g s", self._name, _RETRY_SECONDS)
             deadline = self._clock() + _RETRY_SECONDS
         self._alarm.at = math.inf if deadline is None else deadline
 

@@ -48,8 +48,8 @@ def expire_block(
     spec = table.spec
     if expiry.needs_lives and not spec.keeps_lives:
         raise InvalidArgument(
-            f"table {spec.name!r} does not know when its rows were last pushed, nor how often; make it with an expiry "
-            "that asks for it, or max_bytes, or use gt.SmallerThan"
+            f"table {spec.name!r} does not record when and how often its rows are pushed; give it max_bytes or an "
+            "expiry rule that needs it (gt.Unseen), or use gt.SmallerThan"
         )
     ids, lives, following = table.read_lives(position, max(64, min(_MOST_ROWS, _MOST_BYTES // (4 * spec.dim))))
     if not len(ids):
@@ -67,7 +67,7 @@ def expire_block(
     except GeartrainError:
         raise
     except Exception as exc:  # a rule of the user's own
-        raise InvalidArgument(f"expiry of table {spec.name!r} failed: {exc!r}; nothing of these rows went") from exc
+        raise InvalidArgument(f"expiry of table {spec.name!r} failed: {exc!r}; none of these rows expired") from exc
     gone = len(expired) if dry_run else table.remove(expired)
     return Expired(position=following, looked_at=len(ids), expired=gone)
 

@@ -63,9 +63,10 @@ def checked_state(
     Raises InvalidRows.
     """
     if lives is not None and lives.shape != (num_rows,):
-        raise InvalidRows(f"table {spec.name!r} was given {len(lives)} lives for {num_rows} rows; give one each")
+        raise InvalidRows(f"table {spec.name!r} was given {len(lives)} lives for {num_rows} rows; give one for each")
     if (slots is not None) != spec.has_slots:
-        raise InvalidRows(f"table {spec.name!r} has {'' if spec.has_slots else 'no '}slots; give them so")
+        wanted = "has slots, and none were given" if spec.has_slots else "has no slots, and some were given"
+        raise InvalidRows(f"table {spec.name!r} {wanted}; give rows of a table with the same optimizer")
     if slots is not None:
         require_rows(spec, slots, num_rows, "slots", DTYPES[spec.slot_dtype], spec.slot_dim)
     if steps is None and spec.counts_updates and not spec.needs_step_numbers:

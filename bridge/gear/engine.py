@@ -223,7 +223,7 @@ class DenseEngine:
             failures = self._update(batch, number)
             if failures:
                 logger.warning(
-                    "%d of %d ids have no part in a dense update: %s",
+                    "left %d of %d ids out of a dense update: %s",
                     len(failures),
                     len(batch.ids),
                     next(iter(failures.values())).reason,
@@ -290,7 +290,7 @@ class DenseEngine:
             self._updates.request_stop()
         account = self.account()
         if left := account.waiting + account.due:
-            logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
+            logger.warning("%s will not be applied: close() of the slow gear was not called", counted(left, "gradient"))
 
     def _pop_due(self) -> tuple[DueBatch | None, int | None]:
         """Take the due batch; return it with the number of its update in the journal.

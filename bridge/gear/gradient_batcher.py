@@ -162,8 +162,8 @@ class GradientBatcher:
         with self._lock:
             if self.torn is not None:
                 raise StateFailed(
-                    f"a change was torn out half-way by {type(self.torn).__name__}, so that nobody knows what was "
-                    "counted; make the slow gear anew"
+                    f"a change was interrupted by {type(self.torn).__name__}, so the counts of gradients are unknown; "
+                    "make the slow gear anew"
                 ) from self.torn
             try:
                 yield

@@ -59,7 +59,10 @@ class GradientJournal:
         if head is not None:
             self._head = json.loads(head)
         elif store.counts().damaged:
-            raise StateDamaged(f"the head of the gradients in store {store.namespace!r} is damaged; empty the store")
+            raise StateDamaged(
+                f"the head of the gradient journal in store {store.namespace!r} is damaged; empty the store, which "
+                "loses the gradients that wait in it"
+            )
         self._next: int = self._head["first"]
         self._bytes = 0
         self._taken: DueBatch | None = None

@@ -87,9 +87,9 @@ class UpdateThread:
                 self.error = None
         except GeartrainError as exc:
             if self.error is None:
-                logger.warning("dense updates wait: %s", exc, exc_info=isinstance(exc, ModuleFailed))
+                logger.warning("dense updates fail; retrying: %s", exc, exc_info=isinstance(exc, ModuleFailed))
             self.error = exc
         except Exception as exc:  # a bug must not end the thread: it retries
             if self.error is None:
-                logger.exception("dense updates wait")
+                logger.exception("dense updates fail; retrying")
             self.error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")

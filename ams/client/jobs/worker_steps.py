@@ -98,8 +98,8 @@ class JobSteps:
             waited = time.monotonic() - start
             if waited >= seconds:
                 raise WorkerStalled(
-                    f"{self._waits(most_ahead)}. That took {waited:.0f} s. Is one stuck? End it, and nobody waits for "
-                    f"it {self._known.lease_seconds:g} s later; or call step() again, which waits on"
+                    f"{self._waits(most_ahead)}. That took {waited:.0f} s. If one is stuck, end it: its lease ends "
+                    f"{self._known.lease_seconds:g} s later. Or call step() again, which continues to wait"
                 )
             if waited >= warned:
                 logger.warning("%s", self._waits(most_ahead))

@@ -203,7 +203,7 @@ def start_snapshot(
         before = {(spec.name, spec.incarnation) for spec in now.tables if spec.name in chosen}
         changed = {name for name, _ in before - there}
         if changed:
-            raise SnapshotFailed(f"tables {sorted(changed)} were dropped or made anew at that moment; take it again")
+            raise SnapshotFailed(f"tables {sorted(changed)} were dropped or recreated meanwhile; take it again")
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
         work = calls.background(_finish, hold, staging, specs, job, older, write)
     except BaseException:  # also Ctrl-C
@@ -231,7 +231,7 @@ def _finish(
             spec.name for spec in specs
         }
         if unknown:
-            raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment: take it again")
+            raise SnapshotFailed(f"tables {sorted(unknown)} were created or dropped meanwhile; take it again")
         if older is not None:
             _require_parent(older)  # nor may it have been pruned meanwhile
         files += [

@@ -264,8 +264,8 @@ class RemoteGears:
         self._record_version(part.address, taken.dense_version)
         if taken.is_repeat and not part.process:
             logger.warning(
-                "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
-                "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
+                "delivery %d of %r is a duplicate: an earlier process of this name came further. Nothing is counted "
+                "twice. Continue at its step (load_state_dict of the SlowGear), or use another stream name",
                 sequence,
                 part.source,
             )

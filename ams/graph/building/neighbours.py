@@ -67,7 +67,11 @@ class NeighbourTable:
                 f"the lists are of classes {self.first} to {self.first + self.num_lists}; there are {self.num_classes}"
             )
         if np.any(self.offsets[1:] < self.offsets[:-1]):
-            raise InvalidArgument("offsets falls somewhere; it must rise from 0 to the number of neighbours")
+            place = int(np.flatnonzero(self.offsets[1:] < self.offsets[:-1])[0])
+            raise InvalidArgument(
+                f"offsets falls from {self.offsets[place]} to {self.offsets[place + 1]} at index {place}; it must rise "
+                "from 0 to the number of neighbours"
+            )
         if num_ids and not 0 <= int(self.neighbours.min()) <= int(self.neighbours.max()) < self.num_classes:
             raise InvalidIds(
                 f"neighbours lie in [{self.neighbours.min()}, {self.neighbours.max()}]; the table has classes"

@@ -76,7 +76,7 @@ class RemoteGraphs:
                 if not asked and cancelled():
                     asked = True
                     self.cancel(table)
-            raise AttemptFailed(f"the graph service at {self._carrier.address} said no end of its build")
+            raise AttemptFailed(f"the graph service at {self._carrier.address} ended its answer before the build")
 
         def unless_cancelled() -> GraphBuilt:
             if asked or cancelled():

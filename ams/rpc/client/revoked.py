@@ -51,5 +51,5 @@ class RevokedWatch:
             self._is_silent = False
         except (GeartrainError, AttemptFailed) as exc:
             if not self._is_silent:
-                logger.warning("which tokens were revoked is not known now, beyond what was heard before: %s", exc)
+                logger.warning("cannot ask for revoked tokens, keeping the earlier list: %s", exc)
             self._is_silent = True

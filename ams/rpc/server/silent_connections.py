@@ -78,8 +78,8 @@ class SilentConnections:
         named = ", ".join(f"{host} ({count} seen)" for host, count in gone.most_common(_MOST_NAMED))
         more = f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""
         logger.warning(
-            "refused: connections to port %d from %s%s ended without a call: a process there shows no certificate, one "
-            "that ran out or is of another authority, or does not believe that of this role ('geartrain health' tells)",
+            "refused: connections to port %d from %s%s ended without a call: a process there shows no certificate, an "
+            "expired one or one of another authority, or rejects the one of this role (check with 'geartrain health')",
             self.port,
             named,
             more,

@@ -318,8 +318,7 @@ class KNNSelection(Selection):
                 nearest = self._nearest(new)
             except (GeartrainError, MemoryError) as exc:
                 logger.warning(
-                    "table %r: the nearest classes of the new ones were not found; the next step builds another "
-                    "graph: %s",
+                    "table %r: cannot find the nearest classes of new ones; the next step builds another graph: %s",
                     self._table.spec.name,
                     exc,
                 )
@@ -350,7 +349,7 @@ class KNNSelection(Selection):
                 self.graph = replace(graph, table=self._parts.cut(graph.table, self.live_classes))
         else:
             logger.warning(
-                "table %r: graph version %d is of other live classes than the head's; another one is built",
+                "table %r: graph version %d has other live classes than the head; the next step builds another one",
                 self._table.spec.name,
                 graph.version,
             )

@@ -188,7 +188,7 @@ def test_a_server_says_that_it_waits_for_the_scheduler() -> None:
     finally:
         process.kill()
         process.communicate()
-    assert f"scheduler at {address} does not answer: connection refused; tries again for 60 s" in said
+    assert f"scheduler at {address} does not answer: connection refused; retrying for up to 60 s" in said
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:

@@ -261,7 +261,7 @@ def test_a_second_reader_of_a_workers_name_takes_the_place_of_the_first(data: Pa
         counts.update(batch["id"].tolist())
         late = next(first)
         batch = next(second)
-        with pytest.raises(gt.errors.StaleClient, match="worker 'a' of job 'job' reads here a second time"):
+        with pytest.raises(gt.errors.StaleClient, match="worker 'a' of job 'job' was opened a second time"):
             first.commit(late)
         with pytest.raises(gt.errors.StaleClient, match="give each reader a worker name of its own"):
             next(first)

@@ -240,9 +240,9 @@ def test_rows_go_on_command(rule: Expiry, left: range | list[int]) -> None:
 def test_a_table_is_asked_only_for_what_it_knows(cluster: Cluster) -> None:
     table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1))
     push(table, range(10))
-    with pytest.raises(errors.InvalidArgument, match=r"'t' has no rule by which rows go.*--unseen-steps"):
+    with pytest.raises(errors.InvalidArgument, match=r"'t' has no expiry rule.*--unseen-steps"):
         table.expire()
-    with pytest.raises(errors.InvalidArgument, match="does not know when its rows were last pushed"):
+    with pytest.raises(errors.InvalidArgument, match="does not record when and how often its rows are pushed"):
         table.expire(Unseen(steps=3))
     with pytest.raises(errors.InvalidArgument, match=r"rule no.such:rule is not known here.*server\.rule_modules"):
         table.expire(Rule("no.such:rule"))
@@ -276,7 +276,7 @@ def test_a_rule_that_fails_is_given_up_and_the_shard_goes_on(caplog: pytest.LogC
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Rule(f"{__name__}:failing", every=1))
         push(table, range(10), step=1)
         assert cluster.status().tables[0].rows == 10
-        assert "expiry of table 't' was given up until it is due again" in caplog.text
+        assert "expiry of table 't' failed; retrying when it is next due" in caplog.text
         with pytest.raises(errors.InvalidArgument, match=r"expiry of table 't' failed: ZeroDivisionError"):
             table.expire()
 

@@ -53,7 +53,7 @@ def test_a_scheduler_that_is_away_costs_no_lease(served: Callable[..., object]) 
         streams = ours.streams("job", worker="a", num_streams=2)
         streams.lease()
         cluster.scheduler.stop(0)  # type: ignore[attr-defined]
-        with pytest.raises(errors.SchedulerUnavailable, match="repeating it does no harm"):
+        with pytest.raises(errors.SchedulerUnavailable, match="repeat it: that does no harm"):
             streams.commit()
         cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address))  # type: ignore[attr-defined]
         cluster.scheduler.start()  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def test_a_server_that_waits_for_its_scheduler_says_so_once(
     monkeypatch.setattr("geartrain.ams.server.role._RETRY_SECONDS", 0)
     with pytest.raises(errors.ConfigError, match="enough"):
         ShardServer(ServerConfig(scheduler="127.0.0.1:1")).start()
-    assert caplog.text.count("no answer; tries again") == 1
+    assert caplog.text.count("no answer; retrying for") == 1
 
 
 def test_a_dead_shard_is_named(served: Callable[..., object]) -> None:

@@ -477,7 +477,7 @@ def test_a_certificate_that_runs_out_soon_is_warned_of_once(
     time.sleep(1.1)
     assert Credentials.mine("127.0.0.1:1").names
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path / 'client.pem'} runs out soon; 'geartrain certs renew' renews it: no restart"
+        f"{tmp_path / 'client.pem'} expires soon; renew it without a restart: 'geartrain certs renew'"
     ]
 
 
@@ -555,7 +555,7 @@ def test_of_files_that_are_copied_one_by_one_nothing_is_shown_before_they_fit(
     own.rename(tmp_path / "away")
     assert shows() == shows() == (tmp_path / "away").read_bytes()
     told = [record.message for record in caplog.records]
-    assert len(told) == 3 and all("goes on with the certificate that it has" in line for line in told)
+    assert len(told) == 3 and all("keeping the present certificate" in line for line in told)
 
 
 def test_an_authority_of_another_cluster_is_not_believed_beside_the_own_one(folder: Path, tmp_path: Path) -> None:

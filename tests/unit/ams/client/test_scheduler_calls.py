@@ -28,7 +28,9 @@ def unreached(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, name: str, time
         if type(request).__name__ == name:
             made.append(name)
             if len(made) <= times:
-                raise ShardUnavailable("shard 0 cannot be told of the table: the name of the host cannot be resolved")
+                raise ShardUnavailable(
+                    "shard 0 does not answer a request about the table: the name of the host cannot be resolved"
+                )
         return call(request, timeout_seconds)
 
     monkeypatch.setattr(carrier, "call", asked)
@@ -51,6 +53,6 @@ def test_one_that_stays_out_of_reach_is_named_once_the_recovery_timeout_is_over(
 ) -> None:
     with local(2, config=ClientConfig(recovery_timeout_seconds=0.0)) as cluster:
         made = unreached(monkeypatch, cluster, "CreateClusterTable", times=float("inf"))
-        with pytest.raises(ShardUnavailable, match="shard 0 cannot be told"):
+        with pytest.raises(ShardUnavailable, match="shard 0 does not answer a request"):
             CHANGES["CreateClusterTable"](cluster)
         assert len(made) == 1

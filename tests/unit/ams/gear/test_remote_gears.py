@@ -187,7 +187,7 @@ def test_a_process_that_repeats_the_steps_of_another_is_told(caplog: pytest.LogC
     remote(gears).deliver(delivery(1))
     assert "counted before" not in caplog.text
     remote(gears).deliver(delivery(1))
-    assert "delivery 1 of 'fast' was counted before" in caplog.text
+    assert "delivery 1 of 'fast' is a duplicate" in caplog.text
 
 
 def test_a_large_delivery_travels_in_several_messages_with_names_of_their_own() -> None:

@@ -470,7 +470,9 @@ def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch
     cluster = FakeCluster()
     cluster.register_both()
     cluster.unreachable["host:1"] = 1
-    with pytest.raises(errors.ShardUnavailable, match=r"shard 1 cannot be told of the table.*'geartrain status'"):
+    with pytest.raises(
+        errors.ShardUnavailable, match=r"shard 1 does not answer a request about the table.*'geartrain status'"
+    ):
         cluster.scheduler.create_table(SPEC)
     cluster.scheduler.create_table(SPEC)
 
