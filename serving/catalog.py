@@ -355,7 +355,7 @@ class Catalog:
             try:
                 return version, self._loaded(model, version)
             except (NotServed, InvalidArgument) as exc:
-                logger.warning("passed over: %s", exc)
+                logger.warning("skipping a version: %s", exc)
                 wrong = wrong or exc
         raise wrong or NotServed(
             f"there is no version of {model.name!r} before {current}: one goes to lower numbers, which are steps of a "

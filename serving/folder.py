@@ -71,7 +71,7 @@ def load_newest(folder: Path) -> tuple[Path, Servable]:
         try:
             return candidate, load_folder(candidate)
         except ModelDamaged as exc:
-            logger.warning("passed over: %s", exc)
+            logger.warning("skipping a version: %s", exc)
             damage = damage or exc
     assert damage is not None
     raise damage

@@ -50,7 +50,7 @@ class RoleActor:
                 if not ray.get_runtime_context().was_current_actor_reconstructed:
                     self._error = exc
                     return
-                logger.warning("tries again in %g s: %s", _RETRY_SECONDS, exc)
+                logger.warning("retrying in %g s: %s", _RETRY_SECONDS, exc)
                 time.sleep(_RETRY_SECONDS)
         threading.Thread(target=self._watch, name="role-watch", daemon=True).start()
 

@@ -107,7 +107,7 @@ class DashboardState:
             except GeartrainError:  # the poll of the cluster shows the error
                 pass
             except Exception:
-                logger.exception("gears and graphs were not asked")
+                logger.exception("cannot poll gears and graphs; retrying")
             await asyncio.sleep(_GEAR_SECONDS)
 
     async def _list_snapshots(self) -> None:

@@ -69,7 +69,7 @@ def refusal(error: Exception, path: str) -> Response:
     else:
         logger.error("a request failed", exc_info=error)
         if not isinstance(error, GeartrainError):
-            message = "a bug of the service, which its log tells of"
+            message = "a bug of the service; see its log"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if wait is not None:

@@ -105,7 +105,7 @@ class Parts:
             version = next((one["version"] for one in state["loaded"] if one["created"] == created), None)
             if version is None:
                 there = ", ".join(str(one["version"]) for one in state["loaded"]) or "none"
-                raise Busy(f"the part at {address} has versions {there}, none of this moment yet; it is asked again")
+                raise Busy(f"the part at {address} has versions {there}, none of this moment yet; retry")
             path = f"/v2/models/{state['name']}/versions/{version}/infer"
             found.append(_Version(address, path, *state["facts"].get("part", (0, 0))))
         of = len(self.addresses)

@@ -178,7 +178,7 @@ class Follower:
             is_told, self._told = self._told == why, why
         if not is_told:
             behind = self.facts["seconds_behind"], self.facts["steps_behind"]
-            logger.warning("%s; what was served is served on, %.0f s and %d steps behind", why, *behind)
+            logger.warning("%s; still serving the last version, %.0f s and %d steps behind", why, *behind)
 
     def _run(self) -> None:
         told, is_nice = 0.0, False
@@ -192,13 +192,13 @@ class Follower:
                 is_newer = self.poll()
                 self._tell(self.facts)
             except Exception:  # nobody would see a follower whose thread ended
-                logger.exception("following failed")
+                logger.exception("cannot follow the training; retrying")
                 self._failed("an error that the log names")
             facts, now = self.facts, self._clock()
             seconds = facts["seconds_behind"]
             if seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS and facts["state"] != "held":
                 told = now
-                logger.warning("what is served is %.0f s and %d steps behind", seconds, facts["steps_behind"])
+                logger.warning("the served version is %.0f s and %d steps behind", seconds, facts["steps_behind"])
             if not is_newer:  # while it was written another may have come
                 self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))
 

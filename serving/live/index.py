@@ -70,7 +70,7 @@ class LiveIndex:
                 self._is_wanted = has_aged or (facts["kind"] == "exact" and not is_useless)
                 return facts
             except (GeartrainError, ValueError, KeyError) as exc:
-                logger.warning("the index of an older version cannot be used, another is built: %s", exc)
+                logger.warning("cannot use the index of an older version, building another: %s", exc)
                 for name in (shortcut.FILE, PLACES):
                     (staging / name).unlink(missing_ok=True)
         self._is_wanted = True
@@ -112,9 +112,9 @@ class LiveIndex:
             )
             shutil.rmtree(self._built, ignore_errors=True)
             staging.rename(self._built)
-            logger.info("there is an index of %s, for the versions that follow", version)
+            logger.info("built an index of %s, for the versions that follow", version)
         except (GeartrainError, OSError) as exc:
             if not self._ending.is_set():
-                logger.warning("versions are searched exactly: %s", exc)
+                logger.warning("cannot build an index, searching versions exactly: %s", exc)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

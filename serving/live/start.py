@@ -96,7 +96,7 @@ def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersio
             else:
                 service.change("know", version=version.version, **details)
         except GeartrainError as exc:
-            logger.warning("passed over: %s", exc)
+            logger.warning("skipping a version: %s", exc)
     return served
 
 

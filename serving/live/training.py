@@ -97,7 +97,7 @@ class SnapshotFolder(Training):
                 return listed.snapshot
             if listed.name not in self._damaged:
                 self._damaged.add(listed.name)
-                logger.warning("passed over: %s", listed.damage)
+                logger.warning("skipping a damaged snapshot: %s", listed.damage)
         return None
 
     def older(self) -> Iterator[Snapshot]:

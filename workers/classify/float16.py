@@ -26,7 +26,10 @@ class LossScaler(torch.amp.GradScaler):
         """Lower the scale after a skipped step, or raise it after many others."""
         super().update(new_scale)
         if self.get_scale() < _LEAST_SCALE:
-            raise NonFinite("the gradients hold NaN or infinity in float16, whatever the scale of the loss")
+            raise NonFinite(
+                f"the gradients hold NaN or infinity in float16 at every scale of the loss down to {_LEAST_SCALE:g}; "
+                "lower the learning rates, or train with dtype=float16_masters or bfloat16"
+            )
 
 
 def to_float16(backbone: nn.Module) -> None:

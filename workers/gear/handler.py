@@ -290,7 +290,7 @@ class SlowGearHandler:
             if not (self._engine.account().waiting + self._engine.account().due):
                 self._hand_over()
         except GeartrainError as exc:
-            logger.warning("nobody has taken the account over: %s", exc)
+            logger.warning("no slow gear has taken over the account: %s", exc)
         finally:
             self._partitions.release_all()
 
@@ -306,7 +306,7 @@ class SlowGearHandler:
                     self._journal.handed_over(self._engine.batcher)
                 return
             except (AttemptFailed, GeartrainError) as exc:
-                logger.info("slow gear %s does not take the account: %s", address, exc)
+                logger.info("slow gear %s has not taken over the account: %s", address, exc)
             finally:
                 peer.close()
 

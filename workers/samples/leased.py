@@ -201,7 +201,7 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self._lose()
             if not isinstance(exc, _LOST):
                 raise
-            logger.warning("job %r loses a step, and goes back: %s", self._streams.job, exc)
+            logger.warning("job %r loses a step and will be restored: %s", self._streams.job, exc)
             return False
         finally:
             with self._lock:

@@ -70,7 +70,7 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> LikedItems:
         if (found := items - seen.get(person, set()))
     }
     if not wanted:
-        raise ConfigError("nobody clicked anything new in what is held out; give more samples")
+        raise ConfigError("no user clicked a new item in the samples held out; give more samples")
     _, first = np.unique(later.fields[user], return_index=True)
     users = later.subset(np.array([place for place in first if int(later.fields[user][place]) in wanted], np.int64))
     names = users.fields[user].tolist()

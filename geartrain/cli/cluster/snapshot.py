@@ -88,7 +88,7 @@ def verify(where: OfSnapshot, as_json: Json = False) -> None:
     else:
         listed = list_snapshots(_folder(where))
         if not listed:
-            raise ConfigError(f"{where} is no snapshot and holds none")
+            raise ConfigError(f"{where} is no snapshot and holds none; give a snapshot, or the folder that holds some")
         if listed[0].snapshot is None:
             assert listed[0].damage is not None
             raise listed[0].damage
@@ -176,7 +176,7 @@ def _folder(path: str) -> Place:
 
     folder = place(path)
     if isinstance(folder, Path) and not folder.is_dir():
-        raise ConfigError(f"{path} is not a folder")
+        raise ConfigError(f"{path} is not a folder; give a snapshot, or the folder that holds some")
     return folder
 
 

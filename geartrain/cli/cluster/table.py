@@ -173,7 +173,7 @@ def drop(
     of its name exists.
     """
     if as_json and not yes:
-        raise ConfigError("--json asks nothing; confirm with --yes")
+        raise ConfigError("--json cannot ask for confirmation; add --yes")
     with connected(file, scheduler, graph) as cluster:
         status = cluster.status()
         rows = {table.name: table.rows for table in status.tables}

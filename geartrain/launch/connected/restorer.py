@@ -74,7 +74,7 @@ class JobRestorer:
                 except Exception as exc:  # other jobs go on, and this one is tried again
                     if self._failed.get(name) != str(exc) and not self._stopping.is_set():
                         self._failed[name] = str(exc)
-                        logger.warning("job %r is neither saved nor restored now; tried again: %s", name, exc)
+                        logger.warning("cannot save or restore job %r now; retrying: %s", name, exc)
 
     def _check_job(self, name: str, job: RestoredJob) -> None:
         view = self._scheduler.describe()
@@ -83,7 +83,7 @@ class JobRestorer:
         tables = set(job.order.tables)
         if job.due != "restore" and tables.intersection(view.incomplete_tables):
             if not job.due or self._saved(job):  # nothing is due, and the first snapshot exists
-                logger.warning("job %r has lost rows of a shard: it goes back to its newest snapshot", name)
+                logger.warning("job %r lost rows of a shard; restoring its newest snapshot", name)
                 self._streams.set_due(name, "restore")
             else:
                 lost = f"table {min(tables.intersection(view.incomplete_tables))!r} has lost rows of a shard"
@@ -148,10 +148,10 @@ class JobRestorer:
                 with self._connected(name) as cluster:
                     cluster.restore(snapshot.path, tables=job.order.tables, replace=True)
             except SnapshotDamaged as exc:  # found before anything was dropped
-                logger.warning("job %r goes back further: %s", name, exc)
+                logger.warning("job %r: trying an older snapshot: %s", name, exc)
                 continue
             cursors: Any = snapshot.manifest.job["streams"]
             self._streams.restore_cursors(name, {int(stream): Cursor(*at) for stream, at in cursors.items()})
-            logger.warning("job %r goes on from snapshot %s", name, snapshot.path)
+            logger.warning("job %r continues from snapshot %s", name, snapshot.path)
             return
         raise SnapshotNotFound(f"there is no sound snapshot of job {name!r} in {job.order.root}; bring its files back")

@@ -267,7 +267,7 @@ class KafkaBatches:
         if not self._skip_damaged:
             raise damages[0]
         for damage in damages:
-            logger.warning("passed over: %s", damage)
+            logger.warning("skipping a damaged message: %s", damage)
 
     def _batch(self) -> SampleBatch | None:
         taken: list[MessageRows] = []

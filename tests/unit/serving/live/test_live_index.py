@@ -110,7 +110,7 @@ def test_a_damaged_one_is_told_of_and_built_again(tmp_path: Path, caplog: pytest
     (tmp_path / ".index" / "index.faiss").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         assert written(index, tmp_path / "2", rows_of(500), ids)["kind"] == "exact"
-    assert "the index of an older version cannot be used, another is built" in caplog.text
+    assert "cannot use the index of an older version, building another" in caplog.text
     index.wait()
     assert written(index, tmp_path / "3", rows_of(500), ids)["kind"] == "ivf"
 
