@@ -126,7 +126,7 @@ def blocks_for(ratio: float, data: PageViews, *, rounds: int = 7) -> tuple[int, 
 
     def measured(*depths: int) -> list[float]:
         parts = [fast_step(data, views), *(_dense_step(blocks, pictures) for blocks in depths)]
-        alone, *dense = least_seconds(parts, rounds)
+        alone, *dense = min_seconds(parts, rounds)
         return [cost / alone for cost in dense]
 
     shallow, deep = measured(1, 5)
@@ -140,7 +140,7 @@ def blocks_for(ratio: float, data: PageViews, *, rounds: int = 7) -> tuple[int, 
     return blocks, found
 
 
-def least_seconds(steps: Sequence[functools.partial[None]], rounds: int) -> list[float]:
+def min_seconds(steps: Sequence[functools.partial[None]], rounds: int) -> list[float]:
     """The least seconds of each of ``steps``, which take turns. Of this thread's computing: another
     process that wants the same core lengthens the time on the wall far more."""
     least = [float("inf")] * len(steps)

@@ -26,7 +26,7 @@ from _common import result, threads
 from _conventional_gear import ConventionalTrainer
 from _gear_formula import predicted
 from _gear_race import Runner, close, equal_steps, first, keep
-from _gear_task import BATCH, THREADS, blocks_for, fast_step, least_seconds, page_views, recurring
+from _gear_task import BATCH, THREADS, blocks_for, fast_step, min_seconds, page_views, recurring
 from _gear_trainer import GearTrainer, TrainingClock
 from gear_data.page_views import PageViews, Views
 
@@ -89,7 +89,7 @@ def gear_overhead(data: PageViews, blocks: int, rounds: int = 40) -> float:
     gradients due. The least of many, as in :func:`blocks_for`."""
     views = data.train.rows(torch.arange(BATCH))
     trainer = GearTrainer(data, TrainingClock(), blocks=blocks, expire_seconds=60.0, gradients_per_id=1 << 30)
-    alone, joined = least_seconds([fast_step(data, views), functools.partial(trainer.step, views)], rounds)
+    alone, joined = min_seconds([fast_step(data, views), functools.partial(trainer.step, views)], rounds)
     trainer.close()
     return max(0.0, joined / alone - 1)
 

@@ -42,17 +42,17 @@ _FILL_ROWS = 50_000
 def results(full: bool = False) -> Iterator[Result]:
     """Yield the cases of ``geartrain bench head_budget``; none without ``full``."""
     for rate in (0.1, 1.0) if full else ():
-        ours = most_classes("ours", rate)
+        ours = max_classes("ours", rate)
         name = "full softmax" if rate == 1 else f"partial FC {rate}"
         case = f"most classes in {BUDGET_BYTES >> 30} GiB, {name}, D={DIM}, fp16 with momentum"
-        theirs = most_classes("float32", rate)
+        theirs = max_classes("float32", rate)
         yield result(case, ours, "partial FC as published, fp32", theirs, "classes", target=2.0, more_is_better=True)
         if rate < 1:
-            theirs = most_classes("float16", rate)
+            theirs = max_classes("float16", rate)
             yield result(case, ours, "partial FC, all in fp16", theirs, "classes", more_is_better=True)
 
 
-def most_classes(who: str, rate: float) -> int:
+def max_classes(who: str, rate: float) -> int:
     """Bisect: the largest number of classes that was seen to train."""
     low, high = 0, MOST
     while high - low > RESOLUTION * high:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 from geartrain.launch.bench import Result
 
-DIM, SAMPLES, MOST_SAMPLES, LR = 128, 16, 128, 0.1
+DIM, SAMPLES, MAX_SAMPLES, LR = 128, 16, 128, 0.1
 TARGETS = {1_000_000: (3.0, 0.8)}
 """By classes: split to data parallel, split to its bound."""
 Step = Callable[[Tensor, Tensor], Any]
@@ -81,7 +81,7 @@ class Side:
             self._once()
             plan = split.plan_for(gt.Hardware.named("a100"), lambda own: torch.optim.SGD(own, lr=LR))
             whole = plan.changed(scopes={"": gt.Replicate()})
-            sizes = range(1, MOST_SAMPLES + 1)
+            sizes = range(1, MAX_SAMPLES + 1)
             self.batch = bisect_right(sizes, whole.rank_bytes, key=lambda batch: plan.changed(batch=batch).rank_bytes)
         return self.batch
 

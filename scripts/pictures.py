@@ -24,7 +24,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
 TRAINING_SECONDS = 60
 """After each job has a snapshot."""
 COLOURS = 160
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 
 
 def take(page: Any, name: str, height: int) -> None:
@@ -37,7 +37,7 @@ def take(page: Any, name: str, height: int) -> None:
         shot.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
         size = path.stat().st_size
         print(f"{path}: {size:,} bytes")
-        assert size <= MOST_BYTES
+        assert size <= MAX_BYTES
 
 
 def begin(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:

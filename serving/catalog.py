@@ -308,7 +308,7 @@ class Catalog:
                 over = self._remove_unused(model)
             _close(over)
 
-    def why_not_ready(self) -> str:
+    def unready_reason(self) -> str:
         """Return why requests cannot be answered yet; empty: they can."""
         with self._lock:
             if self._is_closed:

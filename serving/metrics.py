@@ -18,7 +18,7 @@ from geartrain.serving.catalog import Catalog
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_MOST_VERSIONS = 8
+_MAX_VERSIONS = 8
 """Versions of a model with counts, the last used; older counts go, as a training makes new versions for ever."""
 
 
@@ -103,7 +103,7 @@ class ServingCounts:
             versions = self._versions.setdefault(asked.model, OrderedDict())
             versions[asked.version] = None
             versions.move_to_end(asked.version)
-            if len(versions) > _MOST_VERSIONS:
+            if len(versions) > _MAX_VERSIONS:
                 gone = (asked.model, versions.popitem(last=False)[0])
                 self._numbers = {key: found for key, found in self._numbers.items() if key[1][:2] != gone}
 
@@ -113,7 +113,7 @@ def describe_process(counts: ServingCounts, queued: int, catalog: Catalog) -> di
     return {
         "numbers": counts.read(),
         "queued": queued,
-        "ready": not catalog.why_not_ready(),
+        "ready": not catalog.unready_reason(),
         "states": [catalog.state(name) for name in catalog.names],
     }
 

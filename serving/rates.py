@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-_MOST_CLIENTS = 10_000
+_MAX_CLIENTS = 10_000
 """Clients that are remembered; the one not seen for longest is dropped."""
 
 
@@ -29,7 +29,7 @@ class ClientRates:
             may, at = self._clients.pop(client, (most, now))
             may = min(most, may + (now - at) * self._per_second)
             self._clients[client] = (max(0.0, may - 1), now) if may >= 1 else (may, now)
-            if len(self._clients) > _MOST_CLIENTS:
+            if len(self._clients) > _MAX_CLIENTS:
                 self._clients.popitem(last=False)
             return 0.0 if may >= 1 else (1 - may) / self._per_second
 

@@ -81,10 +81,10 @@ class ModelService:
                 raise error_named(answer["error"])(answer["message"])
         return [answer["said"] for answer in told]
 
-    def why_not_ready(self) -> str:
+    def unready_reason(self) -> str:
         """Return what is missing to answer requests, such as a service of ``--parts``; empty: nothing."""
         parts = parts_in_use()
-        return self.catalog.why_not_ready() or ("" if parts is None else parts.why_not_ready())
+        return self.catalog.unready_reason() or ("" if parts is None else parts.unready_reason())
 
     def rollback(self, model: str, to: int | None = None) -> int:
         """Make an older version current in every process, or in none, as :meth:`Catalog.rollback`."""

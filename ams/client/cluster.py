@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
-from geartrain.ams.client.event_teller import EventReporter
+from geartrain.ams.client.event_reporter import EventReporter
 from geartrain.ams.client.job_reporter import JobReporter
 from geartrain.ams.client.jobs.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.other_roles import embedded_graphs, remote_gears, remote_graphs

@@ -21,7 +21,7 @@ from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request, Thaw
 from geartrain.ams.values.specs import TableSpec
 
-_FAREWELL_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 1.0
 _ASYNC_THREADS = 4
 _NOBODY = CallContext()
 
@@ -215,7 +215,7 @@ class ShardCalls(Retries):
             for carrier, entry in zip(self._carriers, self.view.shards, strict=True):
                 context = CallContext(shard_incarnation=entry.incarnation)
                 thaw = Thaw(snapshot_id=snapshot_id, kept=False)
-                told.append(carrier.submit(context, thaw, _FAREWELL_SECONDS))
+                told.append(carrier.submit(context, thaw, _SHUTDOWN_SECONDS))
         for future in told:
             with suppress(GeartrainError, AttemptFailed):  # an unreachable shard releases it when the lease ends
                 future.result()

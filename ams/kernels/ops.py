@@ -220,9 +220,9 @@ def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def bytes_with_room(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
+def alloc_bytes(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
     """Return bytes that begin with ``head``, and a view [room] of the rest for the caller to fill in place.
 
     Fill the view before other code gets the bytes; from then on they are immutable like all bytes.
     """
-    return _core.bytes_with_room(head, room)
+    return _core.alloc_bytes(head, room)

@@ -14,7 +14,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 
 Positions = npt.NDArray[np.int64]
-MOST_POSITIONS = 2**31 - 2
+MAX_POSITIONS = 2**31 - 2
 
 
 class PositionLru:
@@ -80,6 +80,6 @@ class PositionLru:
 
 
 def _checked(capacity: int) -> int:
-    if not 1 <= capacity <= MOST_POSITIONS:
-        raise InvalidArgument(f"capacity is {capacity}; it must lie in [1, {MOST_POSITIONS}]")
+    if not 1 <= capacity <= MAX_POSITIONS:
+        raise InvalidArgument(f"capacity is {capacity}; it must lie in [1, {MAX_POSITIONS}]")
     return capacity

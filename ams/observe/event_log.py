@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 FILE, OLDER = "events.jsonl", "events.1.jsonl"
 FILE_BYTES = 4 << 20
-MOST_KEPT = 10_000
-_MOST_READ = 1_000
+MAX_KEPT = 10_000
+_MAX_READ = 1_000
 _KEYS_KEPT = 1_000
 _KEY = "key"
 """Field of a line: the dedup key of an event that a client sent, and may send again to a restarted scheduler."""
 _LONGEST_TEXT = 1_000
-_MOST_TABLES = 100
+_MAX_TABLES = 100
 _LAST_SECONDS = 2.0
 """Longest wait for unwritten events when a log is closed, for a disk may hang."""
 _DEFAULTS = {field.name: field.default for field in fields(ClusterEvent)}
@@ -61,7 +61,7 @@ def _from_json(line: bytes) -> tuple[ClusterEvent, int] | None:
 
 
 class EventLog:
-    """Numbered events, of which the newest :data:`MOST_KEPT` stay in memory. Thread-safe."""
+    """Numbered events, of which the newest :data:`MAX_KEPT` stay in memory. Thread-safe."""
 
     def __init__(
         self, folder: str | Path | None = None, *, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
@@ -77,7 +77,7 @@ class EventLog:
         self._is_failing = self._is_closed = False
         self._keys: dict[int, int] = {}
         """Keys of the newest events that have one, by the number of the event."""
-        self._kept: deque[ClusterEvent] = deque(maxlen=MOST_KEPT)
+        self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT)
         self.counts: Counter[str] = Counter()
         """Number of events of each kind in this process."""
         if self._folder is not None:
@@ -100,7 +100,7 @@ class EventLog:
                 return None
             self._last += 1
             self._store_key(self._last, key)
-            now, text, tables = self._clock(), event.text[:_LONGEST_TEXT], event.tables[:_MOST_TABLES]
+            now, text, tables = self._clock(), event.text[:_LONGEST_TEXT], event.tables[:_MAX_TABLES]
             event = replace(event, number=self._last, unix_seconds=now, text=text, tables=tables)
             self._kept.append(event)
             self.counts[event.kind] += 1
@@ -113,7 +113,7 @@ class EventLog:
             if len(self._keys) > _KEYS_KEPT:
                 del self._keys[next(iter(self._keys))]
 
-    def since(self, number: int, most: int = _MOST_READ) -> EventPage:
+    def since(self, number: int, most: int = _MAX_READ) -> EventPage:
         """Return at most ``most`` events after event ``number``, the oldest first."""
         with self._lock:
             first = bisect_right(self._kept, number, key=lambda event: event.number)
@@ -140,7 +140,7 @@ class EventLog:
                 while self._last == seen and not self._is_closed:
                     self._has_news.wait()
                 seen, is_closed = self._last, self._is_closed
-            for event in self.since(written, MOST_KEPT).events:
+            for event in self.since(written, MAX_KEPT).events:
                 key = self._keys.get(event.number)
                 line = as_json(event) | ({_KEY: key} if key else {})
                 if not self._write(folder, json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"):

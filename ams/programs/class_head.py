@@ -47,8 +47,8 @@ _LARGEST_INVERSE = 1e12
 """1 / the least length that a row is divided by (``class_pass_kernels.cpp``)."""
 _NEARLY_INFINITE = 1e37
 LOG2_E = math.log2(math.e)
-MOST_SUB_CENTERS = 32
-"""Most centers of a class (``kMostCenters`` of ``class_pass.hpp``)."""
+MAX_SUB_CENTERS = 32
+"""Most centers of a class (``kMaxCenters`` of ``class_pass.hpp``)."""
 
 
 class ClassHeadModel:
@@ -441,9 +441,9 @@ def _setting(inputs: HostedInputs, name: str, default: float | None) -> float:
 
 def _sub_centers(inputs: HostedInputs, rows: HostedRows) -> int:
     centers = _whole_number(inputs, "sub_centers", 1.0)
-    if not 1 <= centers <= MOST_SUB_CENTERS or rows.spec.dim % centers:
+    if not 1 <= centers <= MAX_SUB_CENTERS or rows.spec.dim % centers:
         raise InvalidArgument(
-            f"sub_centers is {centers}; it must lie in [1, {MOST_SUB_CENTERS}] and divide the dim of rows, "
+            f"sub_centers is {centers}; it must lie in [1, {MAX_SUB_CENTERS}] and divide the dim of rows, "
             f"{rows.spec.dim}"
         )
     if centers > 1 and (_setting(inputs, "class_smoothing", 0.0) or _setting(inputs, "want_row_sum", 0.0)):

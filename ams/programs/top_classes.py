@@ -20,7 +20,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.shard_messages import Arrays
 from geartrain.ams.values.specs import Ids
 
-MOST_ANSWERS = 1 << 22
+MAX_ANSWERS = 1 << 22
 """Most answers B·k of one call."""
 
 Best = tuple[Float32, Ids]
@@ -73,8 +73,8 @@ def top_classes(
     InvalidArgument for an impossible k.
     """
     size = len(features_BD)
-    if k < 1 or k * size > MOST_ANSWERS:
-        raise InvalidArgument(f"k is {k} for {size} samples; it must be >= 1, and k · samples at most {MOST_ANSWERS}")
+    if k < 1 or k * size > MAX_ANSWERS:
+        raise InvalidArgument(f"k is {k} for {size} samples; it must be >= 1, and k · samples at most {MAX_ANSWERS}")
     nothing: Best = (np.empty((size, 0), np.float32), np.empty((size, 0), np.int64))
 
     def best_of_part(part: int) -> Best:

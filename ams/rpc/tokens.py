@@ -42,7 +42,7 @@ RIGHTS = {"read": 1, "write": 2, "create": 4, "snapshot": 8, "admin": 16}
 ALL_TABLES = "*"
 _MAX_BYTES = 4096
 """Most bytes of a token: gRPC's limit of metadata is 8 KiB."""
-_MOST_VERIFIED = 1024
+_MAX_VERIFIED = 1024
 _POLL_SECONDS = 0.5
 _OFFER_SECONDS = 10.0
 """Time within which an offered connection is made, if ever."""
@@ -227,7 +227,7 @@ class Tokens:
                 return "no token of this cluster: none of the keys in token.pub has signed it"
             known = token, token.grant()
             with self._lock:
-                if len(self._verified) >= _MOST_VERIFIED:
+                if len(self._verified) >= _MAX_VERIFIED:
                     self._verified.clear()
                 self._verified[text] = known
         if known[0].id in self._listed or known[0].id in self._told:

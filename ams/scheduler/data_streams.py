@@ -32,9 +32,9 @@ from geartrain.ams.values.scheduler_messages import Cursor, RestoreOrder, Stream
 from geartrain.ams.values.shard_messages import CallContext, jobs_of
 
 MAX_STREAMS = 4096
-MOST_READ = 2**62
+MAX_READ = 2**62
 """Largest epoch or position of a cursor."""
-_MOST_GONE = 256
+_MAX_GONE = 256
 """Workers without a lease that a job remembers: containers make new names for each process."""
 _KIND, _FENCE = "streams", "fence"
 _BUSY_SECONDS = 0.2
@@ -124,7 +124,7 @@ class _Job:
         self.incarnations.pop(worker, None)
         self.incarnations[worker] = incarnation
         gone = [name for name in self.incarnations if name not in self.workers]
-        for name in gone[: max(0, len(gone) - _MOST_GONE)]:
+        for name in gone[: max(0, len(gone) - _MAX_GONE)]:
             del self.incarnations[name]
 
     def share(self, worker: str, now: float) -> int:
@@ -586,8 +586,8 @@ class StreamLeases:
 
 
 def _check_cursor(stream: int, cursor: Cursor) -> None:
-    if max(cursor) > MOST_READ:
-        raise InvalidArgument(f"cursor {tuple(cursor)} of stream {stream} is beyond 2^62 ({MOST_READ})")
+    if max(cursor) > MAX_READ:
+        raise InvalidArgument(f"cursor {tuple(cursor)} of stream {stream} is beyond 2^62 ({MAX_READ})")
 
 
 def _to_json(name: str, job: _Job) -> bytes:

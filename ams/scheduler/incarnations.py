@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-MOST_GIVEN = 2**62
+MAX_GIVEN = 2**62
 """Highest number that a caller may choose (nanoseconds of the year 2116): as many remain to be assigned."""
 _KEY = "incarnations"
 _GIVEN_SINCE = 2**32
@@ -47,9 +47,9 @@ class Incarnations:
     def check(self, what: str, number: int) -> None:
         """Raise InvalidArgument if ``number`` leaves too few above it: it was not assigned here, and is no sane
         choice."""
-        if number > max(MOST_GIVEN, self.last):
+        if number > max(MAX_GIVEN, self.last):
             raise InvalidArgument(
-                f"{what} is {number}; it must be at most 2^62 ({MOST_GIVEN}), or one that this scheduler gave out"
+                f"{what} is {number}; it must be at most 2^62 ({MAX_GIVEN}), or one that this scheduler gave out"
             )
 
     def record_chosen(self, what: str, number: int) -> None:
@@ -65,7 +65,7 @@ class Incarnations:
         Its origin is unknown: a number that is too high is logged once and ignored (returns False). It is not stored,
         as shards repeat it; and a failing store must not cost a shard its heartbeat.
         """
-        if number > max(MOST_GIVEN, self.last) + _GIVEN_SINCE:
+        if number > max(MAX_GIVEN, self.last) + _GIVEN_SINCE:
             if number != self._unheeded:
                 self._unheeded = number
                 logger.warning("a shard reports incarnation %d, which no scheduler assigned; ignoring it", number)

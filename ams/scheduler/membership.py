@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from geartrain.ams.observe.event_log import MOST_KEPT, EventLog
+from geartrain.ams.observe.event_log import MAX_KEPT, EventLog
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import Member, State
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, ShardHeld
@@ -108,7 +108,7 @@ class Membership:
         if has_past and self._is_empty_newcomer(shard):
             return shard
         if not self.is_free(shard, incarnation, gone):
-            raise self._held_error(f"shard {shard} is held", (shard,))
+            raise self._lease_held_error(f"shard {shard} is held", (shard,))
         return shard
 
     def _is_empty_newcomer(self, shard: int) -> bool:
@@ -124,11 +124,11 @@ class Membership:
         for shard in candidates:
             if self.is_free(shard, incarnation, gone):
                 return shard
-        raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
+        raise self._lease_held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
 
-    def _held_error(self, what: str, shards: Sequence[int]) -> ShardHeld | ClusterNotReady:
+    def _lease_held_error(self, what: str, shards: Sequence[int]) -> ShardHeld | ClusterNotReady:
         """Return the error for a newcomer if all ``shards`` are held."""
-        unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
+        unheard = [shard for shard in shards if not self._state.members[shard].has_heartbeat]
         if unheard:
             left = self._started + self._lease_seconds - self._clock()
             return ClusterNotReady(
@@ -154,7 +154,7 @@ class Membership:
             return "lost"
         beat_seconds = max(member.heartbeat_seconds, self.pause_seconds)
         backoff = max(_SILENT_BEATS * beat_seconds, self._lease_seconds / _SILENT_BEATS)
-        if age > backoff or not member.is_heard:
+        if age > backoff or not member.has_heartbeat:
             return "silent"
         return "leaving" if member.is_leaving else "up"
 
@@ -172,7 +172,7 @@ class ShardEvents:
         """Replacements of a process that lived, by shard."""
         self._lost: set[int] = set()
         """Shards recorded as lost, or as having left."""
-        for event in log.since(0, MOST_KEPT).events:
+        for event in log.since(0, MAX_KEPT).events:
             self._remember(event)
 
     def update(self, entries: Sequence[ShardEntry]) -> None:

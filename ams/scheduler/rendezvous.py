@@ -16,11 +16,11 @@ from geartrain.ams.values.text import quoted
 
 LEASE_SECONDS = 60.0
 """Seconds after which a job's values go if nobody asks for them; torchrun's agents ask each second."""
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Most bytes of the values of all jobs."""
-MOST_VALUE_BYTES = 1 << 20
-_MOST_KEY = 1024
-_MOST_KEYS = 4096
+MAX_VALUE_BYTES = 1 << 20
+_MAX_KEY = 1024
+_MAX_KEYS = 4096
 """Most keys in one call."""
 _ENTRY_BYTES = 200
 _NOTHING = RendezvousValue()
@@ -43,8 +43,8 @@ class Rendezvous:
 
     def read(self, job: str, keys: Sequence[str]) -> tuple[RendezvousValue, ...]:
         """Return the value of each key. Raises InvalidArgument."""
-        if len(keys) > _MOST_KEYS:
-            raise InvalidArgument(f"{len(keys)} keys are asked for; at most {_MOST_KEYS} at once")
+        if len(keys) > _MAX_KEYS:
+            raise InvalidArgument(f"{len(keys)} keys are asked for; at most {_MAX_KEYS} at once")
         with self._lock:
             known = self._known(job)
             values = {} if known is None else known.values
@@ -53,8 +53,8 @@ class Rendezvous:
     def write(self, write: WriteRendezvous) -> RendezvousValue:
         """Write if the version is the expected one; return the value afterwards. Raises InvalidArgument,
         OutOfMemory."""
-        if not 1 <= len(write.key) <= _MOST_KEY:
-            raise InvalidArgument(f"key is {quoted(write.key)}; it must have 1 … {_MOST_KEY} characters")
+        if not 1 <= len(write.key) <= _MAX_KEY:
+            raise InvalidArgument(f"key is {quoted(write.key)}; it must have 1 … {_MAX_KEY} characters")
         if write.version == 0:
             raise InvalidArgument("version is 0, which is that of no value; give a random number")
         with self._lock:
@@ -65,14 +65,14 @@ class Rendezvous:
                 return now  # done before, or lost to another
             value = write.value if write.add is None else _sum(write.key, now.value, write.add)
             more = _size(write.key, value) - _size(write.key, now.value)
-            if value is not None and len(value) > MOST_VALUE_BYTES:
+            if value is not None and len(value) > MAX_VALUE_BYTES:
                 raise InvalidArgument(
-                    f"the value of {quoted(write.key)} has {len(value)} bytes; at most {MOST_VALUE_BYTES}"
+                    f"the value of {quoted(write.key)} has {len(value)} bytes; at most {MAX_VALUE_BYTES}"
                 )
-            if more > 0 and self._bytes + more > MOST_BYTES:
+            if more > 0 and self._bytes + more > MAX_BYTES:
                 raise OutOfMemory(
                     f"the processes of {len(self._jobs)} jobs keep {self._bytes} bytes to find each other, of "
-                    f"{MOST_BYTES}; what ended jobs left goes by itself within {LEASE_SECONDS:g} s: try again then"
+                    f"{MAX_BYTES}; what ended jobs left goes by itself within {LEASE_SECONDS:g} s: try again then"
                 )
             self._bytes += more
             if value is None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from geartrain.ams.observe.event_log import MOST_KEPT, EventLog
+from geartrain.ams.observe.event_log import MAX_KEPT, EventLog
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, JobEntry, JobReport, SavingJobs
 from geartrain.ams.values.text import counted
@@ -28,8 +28,8 @@ _RECOVERING_SECONDS = 120.0
 """Time for which a job that returns to its snapshot is not called silent: it reports nothing meanwhile."""
 _LATE_SECONDS = 2.0
 """Seconds after all due reports by which a restarted scheduler has heard from every job."""
-_MOST_JOBS = 1_000
-_MOST_REASONS = 20
+_MAX_JOBS = 1_000
+_MAX_REASONS = 20
 """Most reasons of failed snapshots: clients choose them, and each is a Prometheus series."""
 _KEPT_SECONDS: dict[JobCondition, float] = {"ended": 3.6e3, "stopped": 3.6e3, "failed": 86.4e3, "silent": 86.4e3}
 UNDER_WAY = frozenset[JobCondition]({"training", "saving", "recovering", "waiting"})
@@ -85,7 +85,7 @@ class RunningJobs:
         self._stops = PauseDetector(_SILENT_SECONDS / 2, clock, self._extend_all)
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
-        for event in self._events.since(0, MOST_KEPT).events:
+        for event in self._events.since(0, MAX_KEPT).events:
             self._apply_event(event)
         self._first_pause = self._pause(sum(job.report.state in UNDER_WAY for job in self._jobs.values()))
         """Pause that an earlier scheduler may have given them."""
@@ -197,7 +197,7 @@ class RunningJobs:
             replace(known, incarnation=incarnation) if known else _Job(incarnation, now, _PAUSE_SECONDS)
         )
         job.stepped = now
-        if len(self._jobs) > _MOST_JOBS:
+        if len(self._jobs) > _MAX_JOBS:
             del self._jobs[min(self._jobs, key=lambda other: (self._jobs[other].trains, self._jobs[other].heard))]
         state = None if known is None else known.report.state
         is_lost = state == "silent" or (state in UNDER_WAY and state != "waiting")
@@ -234,7 +234,7 @@ class RunningJobs:
         elif event.kind == "snapshot":
             job.snapshot_step, job.snapshot_at = event.step, event.unix_seconds
         elif event.kind == "snapshot_failed":
-            is_told = event.reason in job.snapshot_failures or len(job.snapshot_failures) < _MOST_REASONS
+            is_told = event.reason in job.snapshot_failures or len(job.snapshot_failures) < _MAX_REASONS
             reason = event.reason if is_told else "Other"
             job.snapshot_failures[reason] += 1
             job.snapshot_failed_at[reason] = event.unix_seconds

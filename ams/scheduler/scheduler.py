@@ -18,7 +18,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.scheduler.broadcast import broadcast
-from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
+from geartrain.ams.scheduler.incarnations import MAX_GIVEN, Incarnations
 from geartrain.ams.scheduler.membership import Membership, ShardEvents
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
@@ -198,9 +198,9 @@ class Scheduler:
         """Raise InvalidArgument for a shard's numbers that leave no room to count on."""
         if not 1 <= incarnation < 2**63:
             raise InvalidArgument(f"incarnation of the shard is {incarnation}; it must be from 1 to 2^63 - 1")
-        if cluster_version > max(MOST_GIVEN, self._state.cluster_version):
+        if cluster_version > max(MAX_GIVEN, self._state.cluster_version):
             raise InvalidArgument(
-                f"cluster_version is {cluster_version}, and at most 2^62 ({MOST_GIVEN}) can be; this scheduler is at "
+                f"cluster_version is {cluster_version}, and at most 2^62 ({MAX_GIVEN}) can be; this scheduler is at "
                 f"{self._state.cluster_version}. Start the shard's server anew"
             )
         if not 0 <= heartbeat_seconds < math.inf:
@@ -256,7 +256,7 @@ class Scheduler:
             now = self._clock()
             self.shard_events.record_heartbeat(shard, member, now - member.last_heartbeat)
             member.last_heartbeat = now
-            member.is_heard = True
+            member.has_heartbeat = True
             member.memory_pool, member.version = memory_pool, build[:_LONGEST_VERSION]
             member.clock_ahead_seconds = unix_seconds - time.time() if unix_seconds else 0.0
             return HeartbeatResult(

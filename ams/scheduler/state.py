@@ -37,7 +37,7 @@ class Member:
     """Time of the last heartbeat, on the scheduler's clock. This and the following fields are not stored."""
     heartbeat_seconds: float = 0.0
     """Seconds between its heartbeats; 0: not known."""
-    is_heard: bool = True
+    has_heartbeat: bool = True
     """Whether this scheduler process has received a registration or heartbeat of it."""
     memory_pool: str = ""
     """Name of the memory pool of its rows; empty: not known."""
@@ -142,7 +142,7 @@ class State:
             if kind == "member":
                 fields = _parsed(key, value)
                 shard = int(fields.pop("shard"))
-                self.members[shard] = Member(**fields, is_heard=False)
+                self.members[shard] = Member(**fields, has_heartbeat=False)
             elif kind == "schema":
                 fields = _parsed(key, value)
                 spec = TableSpec.from_dict(

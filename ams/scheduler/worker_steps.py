@@ -21,7 +21,7 @@ from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.scheduler_messages import JobWorker, SlowWorker, StepsDone
 
-_MOST_DONE = 2**62
+_MAX_DONE = 2**62
 _NAMED = 8
 
 
@@ -75,7 +75,7 @@ class WorkerSteps:
         """
         checked_name("job", who.job)
         checked_name("worker", who.worker)
-        if done is not None and not 0 <= done <= _MOST_DONE:
+        if done is not None and not 0 <= done <= _MAX_DONE:
             raise InvalidArgument(f"worker {who.worker!r} has done {done} steps; that must lie in [0, 2^62]")
         with self._lock:
             now = self._clock()

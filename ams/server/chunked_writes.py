@@ -57,7 +57,7 @@ class PartBuffer:
     ) -> None:
         self._max_bytes = max_bytes
         self._patience_seconds = patience_seconds
-        self._crowded_seconds = crowded_seconds
+        self._idle_seconds = crowded_seconds
         self._clock = clock
         self._pending: dict[_Key, _Pending] = {}
         self._bytes = 0
@@ -74,7 +74,7 @@ class PartBuffer:
         key = (context.stream, context.incarnation, context.sequence)
         with self._lock:
             self._forget_silent(self._patience_seconds)
-            self._forget_past(context)
+            self._evict_stale(context)
             pending = self._pending.get(key) or self._admit(key, count, count * _size(payload))
             if pending.count != count:
                 raise InvalidArgument(
@@ -106,7 +106,7 @@ class PartBuffer:
                 "unfinished writes. Push fewer rows at once"
             )
         if not self._has_room(key[0], size):
-            self._forget_silent(self._crowded_seconds)
+            self._forget_silent(self._idle_seconds)
         if not self._has_room(key[0], size):
             raise Busy(
                 f"unfinished writes hold {self._bytes} of {self._max_bytes} bytes, and a write in {count} parts needs "
@@ -141,7 +141,7 @@ class PartBuffer:
         oldest = self._clock() - seconds
         self._drop([key for key, pending in self._pending.items() if pending.touched < oldest])
 
-    def _forget_past(self, context: CallContext) -> None:
+    def _evict_stale(self, context: CallContext) -> None:
         # A write that completed in the middle of its own retry leaves late parts behind; an earlier process of the
         # stream may leave any.
         self._drop(

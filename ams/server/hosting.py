@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedModel, HostedModels
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.arguments import checked_time
+from geartrain.ams.values.arguments import check_time
 from geartrain.ams.values.errors import InternalError, InvalidArgument, StepMismatch
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.values.shard_messages import Computed, ComputeHosted, UpdateHosted
@@ -89,7 +89,7 @@ class Hosting:
         rows = self._rows(table)
         gradients = self._model(request.model).gradients(rows, request.inputs)
         if gradients.batch is not None and gradients.batch.unix_seconds is not None:
-            checked_time(gradients.batch.unix_seconds, "this shard")
+            check_time(gradients.batch.unix_seconds, "this shard")
         if gradients.batch is not None or gradients.num_rows * table.spec.dim * 4 <= HELD_BYTES:
             made = self._side_by_side(lambda chunk: (gradients.ids(chunk), gradients.make(chunk)), gradients.chunks)
             before_changes()

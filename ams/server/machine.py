@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import ConfigError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 256 << 20
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _BESIDE_ROWS_BYTES = 512 * MIB
 _NODES = Path("/sys/devices/system/node")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -28,7 +28,7 @@ _MPOL_PREFERRED = 1
 
 def threads_per_shard(num_shards: int) -> int:
     """Return how many threads a very large request to one of ``num_shards`` shards of this process may use."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_shards))
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_shards))
 
 
 def bind_to_cpus(cpus: Collection[int]) -> None:

@@ -66,7 +66,7 @@ from geartrain.ams.values.shard_messages import (
 from geartrain.ams.values.specs import DTYPES, Ids
 
 _OVERHEAD_BYTES = 1024
-_MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
+_MAX_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
 """Most threads held by synchronous pushes that are not marked as waiting."""
 _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
@@ -91,7 +91,7 @@ class ShardService:
         self._max_message_bytes = max_message_bytes
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
-        self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
+        self._threads_that_wait = threading.Semaphore(_MAX_WAITING_THREADS)
         self._shard: Shard | None = None
         self.data_plane = DataPlanePort(lambda: self.shard, host, port, uses_tls=uses_tls, cpus=cpus)
         """Port of clients' connections for pulls, pushes and assigns."""
@@ -274,7 +274,7 @@ class ShardService:
             whole, is_whole = self._whole_data(header, context, raw.get(15))
             if not is_whole:
                 return None
-            inputs = hosted.inputs_from(header.inputs, whole)
+            inputs = hosted.decode_inputs(header.inputs, whole)
             request = SHARD[kind].header.from_message(header, inputs=inputs)
         return self._begun(context, request)
 
@@ -308,7 +308,7 @@ class ShardService:
             return begun.encode(await_reply(begun.reply, servicer_context))
         if not self._threads_that_wait.acquire(blocking=False):
             raise StepPending(
-                f"{_MOST_WAITING_THREADS} ranks wait for others here; send this push again in a second, with "
+                f"{_MAX_WAITING_THREADS} ranks wait for others here; send this push again in a second, with "
                 f"{WAITS_KEY}: 1 in its metadata, and it holds no thread"
             )
         try:

@@ -22,7 +22,7 @@ from geartrain.ams.kernels._core import CompletedWrites, Engine, Kind, Lease, Sy
 from geartrain.ams.kernels.memory import UNLIMITED, memory_limit
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.server.expiry import ExpirySchedule
+from geartrain.ams.server.expiry_schedule import ExpirySchedule
 from geartrain.ams.server.freeze.dedup import held_dedup
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.restore import Restores
@@ -324,7 +324,7 @@ class Shard:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self) -> None:
-        self.engine.expire_groups()
+        self.engine.expire_sync_groups()
         self._freezes.thaw_expired()
         self._expiry.scan()
 

@@ -43,7 +43,7 @@ class ShardTable:
         self.restore: RestoreWork | None = None
         """Restore of its rows, under way or done."""
         self.expiry_pass: Any = None
-        """Expiry scan under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
+        """Expiry scan under way: an :class:`~geartrain.ams.server.expiry_schedule.ExpiryPass`."""
         self.expiry_doubtful = False
         """Value of :attr:`ExpiryState.is_doubtful`."""
         self.expiry_leap = TableClock(0, 0)

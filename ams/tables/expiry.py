@@ -14,8 +14,8 @@ from geartrain.ams.values.expiry.rules import Expiry, RowBlock
 from geartrain.ams.values.shard_messages import Expired
 from geartrain.ams.values.specs import Ids
 
-_MOST_ROWS = 8_192
-_MOST_BYTES = 2 << 20
+_MAX_ROWS = 8_192
+_MAX_BYTES = 2 << 20
 NEVER = 2**63 - 1
 """Step and second that no clock reaches."""
 
@@ -51,7 +51,7 @@ def expire_block(
             f"table {spec.name!r} does not record when and how often its rows are pushed; give it max_bytes or an "
             "expiry rule that needs it (gt.Unseen), or use gt.SmallerThan"
         )
-    ids, lives, following = table.read_lives(position, max(64, min(_MOST_ROWS, _MOST_BYTES // (4 * spec.dim))))
+    ids, lives, following = table.read_lives(position, max(64, min(_MAX_ROWS, _MAX_BYTES // (4 * spec.dim))))
     if not len(ids):
         return Expired(position=-1)
     never = np.zeros(len(ids))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST_MOMENTS = 8
+MAX_MOMENTS = 8
 """Most moments of a table on a shard. Each costs a bit a row."""
 
 
 class MomentIndex:
     """Moments of a table by the ids of snapshots and exports.
 
-    There are several: a chain of snapshots and those of several exports. Beyond :data:`MOST_MOMENTS` the oldest one
+    There are several: a chain of snapshots and those of several exports. Beyond :data:`MAX_MOMENTS` the oldest one
     that is the parent of another is forgotten, or else the oldest.
     """
 
@@ -38,7 +38,7 @@ class MomentIndex:
         self._numbers[kept_id] = number
         if parent_id in self._numbers:
             self._added_to.add(parent_id)
-        while len(self._numbers) > MOST_MOMENTS:
+        while len(self._numbers) > MAX_MOMENTS:
             oldest = next((known for known in self._numbers if known in self._added_to), next(iter(self._numbers)))
             self._forget(self._numbers.pop(oldest))
             self._added_to.discard(oldest)

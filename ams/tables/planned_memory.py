@@ -12,7 +12,7 @@ from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import TableSpec
 
-MOST_IDS = 2**32 - 1
+MAX_IDS = 2**32 - 1
 """Most ids of a shard."""
 _LINE_BYTES, _FIRST_LINES = 64, 64
 _ID_BYTES = 8
@@ -49,9 +49,9 @@ def planned_rows(spec: TableSpec, num_rows: int, num_shards: int = 1) -> Planned
     buckets = -(-NUM_BUCKETS // num_shards)
     here = -(-num_rows * buckets // NUM_BUCKETS)
     lines, before = _FIRST_LINES, 0
-    while here > _most_ids(lines):
+    while here > _max_ids(lines):
         lines, before = lines * 7 // 5, lines
-    growing = here - _most_ids(before) < before // 2
+    growing = here - _max_ids(before) < before // 2
     filtered = spec.admission.num_blocks * BLOCK_BYTES if isinstance(spec.admission, MinCount) else 0
     parts = {
         "rows": spec.row_bytes,
@@ -63,11 +63,11 @@ def planned_rows(spec: TableSpec, num_rows: int, num_shards: int = 1) -> Planned
     index, admission = here * _ID_BYTES + lines * _LINE_BYTES, filtered * buckets // NUM_BUCKETS
     a_row = sum(parts.values()) + _ID_BYTES
     # As the last growth ends: the rows that there are then, and the lines before beside those now.
-    grown = min(here, _most_ids(before) + before // 2) * a_row + (lines + before) * _LINE_BYTES + admission
+    grown = min(here, _max_ids(before) + before // 2) * a_row + (lines + before) * _LINE_BYTES + admission
     total = sum(of_rows.values()) + index + admission
     left = before * _LINE_BYTES if growing else 0
     return PlannedRows(**of_rows, index=index, growth=left, admission=admission, peak=max(total + left, grown))
 
 
-def _most_ids(lines: int) -> int:
+def _max_ids(lines: int) -> int:
     return lines * 13 // 4

@@ -12,7 +12,7 @@ from geartrain.ams.kernels import _core, ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
 
-_MOST_UPDATES = 2**53
+_MAX_UPDATES = 2**53
 
 
 def checked_factors(
@@ -96,8 +96,8 @@ def _require_slots(spec: TableSpec, slots: npt.NDArray[Any]) -> None:
 
 
 def _require_updates(spec: TableSpec, updates: Ids) -> None:
-    if np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
+    if np.any(updates < 0) or np.any(updates > _MAX_UPDATES):
         raise InvalidRows(
-            f"the state of table {spec.name!r} holds a number of updates outside [0, {_MOST_UPDATES}]; "
+            f"the state of table {spec.name!r} holds a number of updates outside [0, {_MAX_UPDATES}]; "
             "restore an undamaged snapshot"
         )

@@ -26,7 +26,7 @@ from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Ids, TableSpec
 
-_MOST_REMOVED = 1 << 20
+_MAX_REMOVED = 1 << 20
 _BUSY_SECONDS = 1.0
 
 
@@ -75,7 +75,7 @@ class RowTable:
         self.owned_buckets = owned
         self._threads, self._window = threads, window
         self._store = RowStore(store_spec(spec, owned, threads, window))
-        _require_usable(spec, self._store.most_rows if len(owned) else 1)
+        _require_usable(spec, self._store.max_rows if len(owned) else 1)
         self.moments = MomentIndex(self._store.forget_moment, self._store.knows_moment)
         """Snapshots and exports since which the table knows its written rows. Set by freezes and restores."""
         self.served = ServedTable(
@@ -98,7 +98,7 @@ class RowTable:
         """
         wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
         is_limited = spec.max_bytes is not None and len(self.owned_buckets)
-        _require_usable(spec, RowStore(wanted).most_rows if is_limited else 1)
+        _require_usable(spec, RowStore(wanted).max_rows if is_limited else 1)
         gone = self._store.alter(wanted)
         if gone < 0:
             raise Busy(
@@ -406,7 +406,7 @@ class RowTable:
             num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted, life_bytes(lives))
         return found.between(0, max(num, 0))
 
-    def frozen_removed(self, most: int = _MOST_REMOVED) -> Iterator[Ids]:
+    def frozen_removed(self, most: int = _MAX_REMOVED) -> Iterator[Ids]:
         """Yield the ids of rows removed between the moment ``since`` of :meth:`freeze` and the freeze, in arrays of at
         most ``most``. An id that has a row again may be among them: its row is among the frozen ones.
         """
@@ -476,9 +476,9 @@ class RowTable:
         raise self.served.refusal(reason, index, int(values[index]), label) from None
 
 
-def _require_usable(spec: TableSpec, most_rows: int) -> None:
+def _require_usable(spec: TableSpec, max_rows: int) -> None:
     """Raise InvalidArgument for a ``max_bytes`` below one row, and for an expiry rule that cannot be evaluated."""
-    if most_rows < 1:
+    if max_rows < 1:
         raise InvalidArgument(
             f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "
             f"{spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes} bytes and its index; raise it"

@@ -56,7 +56,7 @@ def path_name(name: str, value: object, what: str) -> str | Path:
     return os.path.expanduser(text)  # noqa: PTH111 - it may be a URL
 
 
-def checked_time(seconds: float, whose: str) -> None:
+def check_time(seconds: float, whose: str) -> None:
     """Raise InvalidArgument if the unix time of a push is more than SECONDS_AHEAD ahead of the local clock: it would
     make all rows of a table old at once, and for good. ``whose`` names the local clock in the error.
     """

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels._core import first_outside
+from geartrain.ams.kernels._core import first_out_of_range
 from geartrain.ams.values.errors import GeartrainError, InvalidIds, InvalidRows
 from geartrain.ams.values.specs import DTYPES, Ids
 from geartrain.ams.values.text import counted
@@ -63,7 +63,7 @@ def ids_array(value: Any, num_rows: int | None) -> Ids:
     is_vector = type(value) is np.ndarray and value.ndim == 1 and value.dtype == _INT64
     is_ready = is_vector and (flags := value.flags).c_contiguous and flags.aligned
     ids = value if is_ready else _int64_vector(value)
-    index = first_outside(ids, 2**63 - 1 if num_rows is None else num_rows - 1)
+    index = first_out_of_range(ids, 2**63 - 1 if num_rows is None else num_rows - 1)
     if index >= 0:
         limit = f"{2**63}){FOLD}" if num_rows is None else f"{num_rows})"
         raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit}")

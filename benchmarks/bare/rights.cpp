@@ -1,4 +1,5 @@
-// What it takes to look at the rights of one operation: prints the nanoseconds of a pull that does nothing, without and with it.
+// What it takes to look at the rights of one operation: prints the nanoseconds of a pull that does nothing, without and
+// with it.
 #include <chrono>
 #include <cstdio>
 #include <memory>
@@ -10,7 +11,8 @@ using namespace geartrain;
 
 struct Nothing : Handler {
   int64_t pull(const CallContext&, const std::string&, const PullRequest&, const Asker&) override { return 0; }
-  void push(const CallContext&, const std::string&, const PushRequest&, const Asker&, Completion, RowsAfter*) override {}
+  void push(const CallContext&, const std::string&, const PushRequest&, const Asker&, Completion,
+            PostPushRows*) override {}
   void assign(const CallContext&, const std::string&, const AssignRequest&, const Asker&, Completion) override {}
   void before_reply(bool) override {}
 };
@@ -28,7 +30,8 @@ struct Nothing : Handler {
 
 int main() {
   const auto nothing = std::make_shared<Nothing>();
-  GrantedHandler granted(nothing, std::make_shared<Grant>("ads", std::vector<Grant::Rule>{{"faces/*", 1}, {"ads-*", 3}}, 4e9));
+  GrantedHandler granted(nothing,
+                         std::make_shared<Grant>("ads", std::vector<Grant::Rule>{{"faces/*", 1}, {"ads-*", 3}}, 4e9));
   for (int turn = 0; turn < 7; ++turn) {
     const double plain = nanoseconds(nothing.get());
     std::printf("%g %g\n", plain, nanoseconds(&granted));

@@ -88,7 +88,7 @@ def model_folder(path: str | Path) -> Path:
     return Path(path).absolute()
 
 
-def require_ours(folder: Path) -> None:
+def require_model_folder(folder: Path) -> None:
     """Raise InvalidArgument unless a model may be saved there: the folder is absent, empty, or a saved model."""
     if not folder.exists():
         return

@@ -49,7 +49,7 @@ def is_divided(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
-def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
+def extract_sharded(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
     """Return ``content`` with a mark in place of each DTensor and RowsOfRank, and this rank's rows of them.
 
     ``content`` is nested dicts, lists and tuples. No copies, no collectives. Raises InvalidArgument for a tensor that

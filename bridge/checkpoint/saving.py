@@ -19,7 +19,7 @@ from geartrain.bridge.checkpoint.folder import (
     SavedRows,
     model_folder,
     publish,
-    require_ours,
+    require_model_folder,
     sweep,
     write_state,
 )
@@ -32,7 +32,7 @@ from geartrain.bridge.checkpoint.modules_with_rows import (
     require_between_steps,
     together,
 )
-from geartrain.bridge.checkpoint.rank_rows import collect_pieces, set_apart, write_rows
+from geartrain.bridge.checkpoint.rank_rows import collect_pieces, extract_sharded, write_rows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.placements.placement import Placement
 
@@ -90,12 +90,12 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
             **_split(state or {}),
         }
         left: dict[str, Any]
-        left, own = set_apart(content)
+        left, own = extract_sharded(content)
         if own:
             write_rows(folder, model_id, 0 if group is None else group.rank, own)
         return left
 
-    together(group, lambda: require_ours(folder), what)
+    together(group, lambda: require_model_folder(folder), what)
     for item in divided_states(state):
         item.merge()
     rows: list[SavedRows] = []

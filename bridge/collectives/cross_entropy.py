@@ -205,10 +205,10 @@ class SplitSamples:
         weight_L = self._labels.weight_L
         for chunk in self._chunks(local_BL) if local_BL.shape[1] else ():
             logits_NL = local_BL[chunk].detach().to(self._sum_dtype)
-            highest_B[chunk] = most_N = logits_NL.amax(1)
+            highest_B[chunk] = max_N = logits_NL.amax(1)
             if self._labels.smoothing:
                 weighted_B[chunk] = logits_NL.sum(1) if weight_L is None else logits_NL @ weight_L
-            base_N = torch.where(torch.isfinite(most_N), most_N, 0.0)
+            base_N = torch.where(torch.isfinite(max_N), max_N, 0.0)
             shifted_NL = torch.sub(logits_NL, base_N.unsqueeze(1), out=logits_NL if in_place else None)
             sums_B[chunk] = shifted_NL.exp_().sum(1)
         if in_place:

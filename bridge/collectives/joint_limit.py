@@ -11,7 +11,7 @@ from torch import Tensor
 from geartrain.bridge.collectives.communicator import Communicator
 
 _WORD = 64
-_MOST_ROUNDS = 8
+_MAX_ROUNDS = 8
 
 
 def joint_limit(
@@ -63,7 +63,7 @@ def _rounds(size: int, most_bytes: int, *, are_there: bool) -> tuple[list[tuple[
     """
     whole = max(1, -(-size // _WORD))
     ways: list[tuple[float, int, list[tuple[int, int]], int]] = []
-    for count in range(_MOST_ROUNDS):
+    for count in range(_MAX_ROUNDS):
         for words in [2**power for power in range(whole.bit_length())] if count else [whole]:
             num = math.ceil((whole / words) ** (1 / count)) if count else 1
             rounds = [(num, num**after * words * _WORD) for after in reversed(range(count))]

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from geartrain.ams.values.errors import SyncError
 from geartrain.bridge.collectives.communicator import Communicator, Pending
 
-MOST_ON_THEIR_WAY = 2
+MAX_ON_THEIR_WAY = 2
 
 
 class PartSizes:
@@ -60,7 +60,7 @@ class GatheredParts:
     def __init__(self, link: Communicator, sizes: PartSizes, *, overlap: bool = True) -> None:
         """Without ``overlap`` each part is waited for at once."""
         self._link, self._sizes = link, sizes
-        self._most = MOST_ON_THEIR_WAY if overlap else 0
+        self._most = MAX_ON_THEIR_WAY if overlap else 0
         self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
         self._whole: Tensor | None = None
         self._told: tuple[int, Pending[list[list[int]]]] | None = None
@@ -133,7 +133,7 @@ class SummedParts:
         self._link, self._sizes, self._whole_BD = link, sizes, whole_BD
         self._waiting = deque(order)
         self._begun: dict[int, Pending[Tensor]] = {}
-        while self._waiting and (not overlap or len(self._begun) < MOST_ON_THEIR_WAY):
+        while self._waiting and (not overlap or len(self._begun) < MAX_ON_THEIR_WAY):
             pending = self._start_next()
             if not overlap:
                 pending.result()
@@ -143,7 +143,7 @@ class SummedParts:
         while part not in self._begun:
             self._start_next()
         own_SD = self._begun.pop(part).result()
-        if self._waiting and len(self._begun) < MOST_ON_THEIR_WAY:
+        if self._waiting and len(self._begun) < MAX_ON_THEIR_WAY:
             self._start_next()
         return own_SD
 

@@ -165,8 +165,8 @@ def maxima(vectors_ND: Tensor, bag_N: Tensor, num_bags: int, counts_N: Tensor | 
     device, values_ND, index_ND = vectors_ND.device, vectors_ND.detach(), bag_N[:, None].expand(num, dim)
     if counts_N is not None:
         values_ND = torch.where(counts_N[:, None], values_ND, -torch.inf)
-    most_BD = values_ND.new_full((num_bags, dim), -torch.inf).scatter_reduce(0, index_ND, values_ND, "amax")
-    is_most_ND = (values_ND == most_BD[bag_N]) & (values_ND > -torch.inf)
+    max_BD = values_ND.new_full((num_bags, dim), -torch.inf).scatter_reduce(0, index_ND, values_ND, "amax")
+    is_most_ND = (values_ND == max_BD[bag_N]) & (values_ND > -torch.inf)
     at_ND = torch.where(is_most_ND, torch.arange(num, dtype=torch.int32, device=device)[:, None], num)
     first_BD = at_ND.new_full((num_bags, dim), num).scatter_reduce(0, index_ND, at_ND, "amin")
     return torch.cat([vectors_ND, vectors_ND.new_zeros(1, dim)]).gather(0, first_BD.long())

@@ -24,7 +24,7 @@ from geartrain.ams.values.gear_messages import Delivery, GearAccount
 from geartrain.bridge.gear.batch_state import DueBatch
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 
-_MOST_PROCESSES = 64
+_MAX_PROCESSES = 64
 _READ_AT_ONCE = 256
 _SHORT = 256
 """Number of records below which a new head does not pay."""
@@ -116,7 +116,7 @@ class GradientJournal:
 
     def joined(self, process: str) -> None:
         """Record that another slow gear writes here from now on."""
-        self._head["processes"] = [*self._head["processes"], process][-_MOST_PROCESSES:]
+        self._head["processes"] = [*self._head["processes"], process][-_MAX_PROCESSES:]
         self._write_head(self._head)
 
     def handed_over(self, batcher: GradientBatcher) -> None:

@@ -23,7 +23,7 @@ from geartrain.bridge.head.backends.backend import Imprinted, RowBackend
 from geartrain.bridge.head.backends.row_stream import block_rows_for
 from geartrain.bridge.head.imprinting.imprint import Loader, feature_sums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
-from geartrain.bridge.head.loss.checks import check_class_ids, check_labels
+from geartrain.bridge.head.loss.checks import checked_class_ids, checked_labels
 from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR
 from geartrain.bridge.head.loss.sub_centers import initial_rows, whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
@@ -107,8 +107,8 @@ def wanted_and_rest(live_classes: LiveClasses, ids: Tensor) -> tuple[Ids, LiveCl
     """Return checked ids [N], ascending, and the classes that remain. Raises InvalidIds, InvalidArgument."""
     if not isinstance(ids, Tensor) or ids.ndim != 1:
         raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")
-    given = check_labels(ids, len(ids), live_classes.num_classes)
-    live_classes.require(check_class_ids(given, live_classes.num_classes, "class id"), "class id")
+    given = checked_labels(ids, len(ids), live_classes.num_classes)
+    live_classes.require(checked_class_ids(given, live_classes.num_classes, "class id"), "class id")
     wanted, counts = np.unique(given, return_counts=True)
     if len(wanted) != len(given):
         raise InvalidIds(f"class {int(wanted[counts > 1][0])} is there {int(counts.max())} times; name each class once")

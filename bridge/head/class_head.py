@@ -37,9 +37,9 @@ from geartrain.bridge.head.loss.batch import with_ones
 from geartrain.bridge.head.loss.checks import (
     FIXED_SETTINGS,
     check_features,
-    check_margin,
-    check_selection,
-    check_wanted_ids,
+    checked_margin,
+    checked_selection,
+    checked_wanted_ids,
     require_no_margin,
 )
 from geartrain.bridge.head.loss.config import HeadConfig, checked_config
@@ -47,7 +47,7 @@ from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
-from geartrain.bridge.head.loss.sub_centers import check_sub_centers, dominant_centers, require_margin
+from geartrain.bridge.head.loss.sub_centers import checked_sub_centers, dominant_centers, require_margin
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -136,7 +136,7 @@ class ClassHead(ModuleWithRows):
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
         self._reduction = config.reduction
-        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), config.label_smoothing)
+        self.sub_centers = checked_sub_centers(sub_centers, dim, checked_selection(select), config.label_smoothing)
         margin = self._checked(margin)
         suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
         # the gradients of a sum are B times as large
@@ -187,7 +187,7 @@ class ClassHead(ModuleWithRows):
         if self.bias:
             require_no_margin(margin)
         require_margin(margin, self.sub_centers)
-        return check_margin(margin, self.num_classes)
+        return checked_margin(margin, self.num_classes)
 
     @property
     def backend(self) -> RowBackend:
@@ -468,7 +468,7 @@ class ClassHead(ModuleWithRows):
         return self._rows(ids)[:, self.dim].contiguous()
 
     def _rows(self, ids: Tensor | None) -> Tensor:
-        wanted, inverse = check_wanted_ids(ids, self.num_classes)
+        wanted, inverse = checked_wanted_ids(ids, self.num_classes)
         spec = self.table.spec
         rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
         self.table.pull_into(wanted, as_numpy(rows))

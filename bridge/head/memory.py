@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.class_head import MOST_SUB_CENTERS
+from geartrain.ams.programs.class_head import MAX_SUB_CENTERS
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
@@ -179,7 +179,7 @@ def memory_report(
         ("batch_size", batch_size, None),
     ):
         integer(name, value, 1, most)
-    centers = integer("sub_centers", sub_centers, 1, MOST_SUB_CENTERS)
+    centers = integer("sub_centers", sub_centers, 1, MAX_SUB_CENTERS)
     spec = TableSpec(
         name="plan",
         dim=dim * centers + bias,

@@ -30,7 +30,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.row_stream import block_rows_for
 from geartrain.bridge.head.loss.batch import with_zeros
-from geartrain.bridge.head.loss.sub_centers import check_dominant
+from geartrain.bridge.head.loss.sub_centers import checked_dominant
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _ExpectedShape:
     """Matrices that a head can take, and their number of classes."""
 
     dim: int
@@ -112,7 +112,7 @@ def import_class_weights(
     shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows before it are written),
     SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_live(head))
+    backend, wanted = head.backend, _ExpectedShape(head.dim, head.sub_centers, _num_live_prefix(head))
     table, peers = backend.table, backend.peers
     own = range(head.num_classes) if backend.local is None else backend.local.own_classes
     if peers is None:
@@ -141,7 +141,7 @@ def export_class_weights(head: ClassHead, path: str | Path, *, dominant: Tensor 
 def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor | None = None) -> Path:
     """Do :func:`export_class_weights`, with the tensor called ``name``."""
     table, peers = head.table, head.backend.peers
-    chosen_C = None if dominant is None else check_dominant(dominant, head.num_classes, head.sub_centers)
+    chosen_C = None if dominant is None else checked_dominant(dominant, head.num_classes, head.sub_centers)
     blocks = _blocks(table)
 
     def write(file: Path) -> None:
@@ -302,7 +302,7 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
-def _first_live(head: ClassHead) -> int | None:
+def _num_live_prefix(head: ClassHead) -> int | None:
     """Return N if the live classes are 0 … N − 1 and others may come after them."""
     live_classes = head.backend.live_classes
     return (
@@ -312,7 +312,7 @@ def _first_live(head: ClassHead) -> int | None:
     )
 
 
-def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: str | None) -> list[_Part]:
+def _open_parts(paths: list[Path], table: ReadableTable, wanted: _ExpectedShape, key: str | None) -> list[_Part]:
     spec = table.spec
     parts = [_open(path, wanted, key) for path in paths]
     total = sum(part.num_rows for part in parts)
@@ -328,7 +328,7 @@ def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: s
     return parts
 
 
-def _open(path: Path, wanted: _Wanted, key: str | None) -> _Part:
+def _open(path: Path, wanted: _ExpectedShape, key: str | None) -> _Part:
     opening = {".npy": _open_npy, ".safetensors": _open_safetensors, ".pt": _open_torch, ".pth": _open_torch}
     if path.suffix not in opening:
         raise InvalidArgument(f"{path} is no weight file; its name must end in one of {', '.join(SUFFIXES)}")
@@ -337,7 +337,7 @@ def _open(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     return opening[path.suffix](path, wanted, key)
 
 
-def _open_npy(path: Path, wanted: _Wanted, key: str | None) -> _Part:  # noqa: ARG001
+def _open_npy(path: Path, wanted: _ExpectedShape, key: str | None) -> _Part:  # noqa: ARG001
     with path.open("rb") as file:
         if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles, too
             raise InvalidArgument(f"{path} is not a readable .npy file: it begins with {start!r}")
@@ -350,7 +350,7 @@ def _open_npy(path: Path, wanted: _Wanted, key: str | None) -> _Part:  # noqa: A
     return wanted.part(path, matrix.shape, lambda start, stop: torch.from_numpy(np.array(matrix[start:stop], native)))
 
 
-def _open_safetensors(path: Path, wanted: _Wanted, key: str | None) -> _Part:
+def _open_safetensors(path: Path, wanted: _ExpectedShape, key: str | None) -> _Part:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -371,7 +371,7 @@ def _open_safetensors(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     return wanted.part(path, shapes[name], read, biases)
 
 
-def _open_torch(path: Path, wanted: _Wanted, key: str | None) -> _Part:
+def _open_torch(path: Path, wanted: _ExpectedShape, key: str | None) -> _Part:
     try:
         # mapped where possible: files from before torch 1.6 are no archives
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -407,7 +407,7 @@ def _biases_name(name: str) -> str:
     return name.removesuffix(EXPORTED_NAME) + EXPORTED_BIASES
 
 
-def _chosen(path: Path, shapes: dict[str, list[int]], wanted: _Wanted, key: str | None) -> str:
+def _chosen(path: Path, shapes: dict[str, list[int]], wanted: _ExpectedShape, key: str | None) -> str:
     """Return the name of the matrix: ``key``, or the only one [n, D], or of several the one called "weight"."""
     held = ", ".join(f"{name or 'a tensor'} {shape}" for name, shape in shapes.items()) or "no tensor"
     if key is not None and "" not in shapes:
@@ -425,7 +425,7 @@ def _chosen(path: Path, shapes: dict[str, list[int]], wanted: _Wanted, key: str 
     return fitting[0]
 
 
-def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, wanted: _Wanted) -> None:
+def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, wanted: _ExpectedShape) -> None:
     if not wanted.fits(shape):
         raise InvalidRows(f"{path} has shape {shape}; the head needs {wanted}")
     if not is_float:

@@ -29,7 +29,7 @@ NUMBER_BITS = 31
 _BUCKET = 128
 _SLOTS = 96
 """Slots for each bucket: at three quarters full a search seldom needs a second bucket, and it ends."""
-_MOST_SLOTS = _SLOTS * 2**24  # entries are counted in int32
+_MAX_SLOTS = _SLOTS * 2**24  # entries are counted in int32
 
 
 class HashTable:
@@ -169,9 +169,9 @@ class HashTable:
 
 def _capacity_for(num_slots: int) -> int:
     capacity = _SLOTS << (max(1, -(-num_slots // _SLOTS)) - 1).bit_length()
-    if capacity > _MOST_SLOTS:
+    if capacity > _MAX_SLOTS:
         raise InvalidArgument(
-            f"a hash table of {num_slots:,} slots is more than the {_MOST_SLOTS:,} that one takes; spread the "
+            f"a hash table of {num_slots:,} slots is more than the {_MAX_SLOTS:,} that one takes; spread the "
             "ids over more ranks, or over more tables"
         )
     return capacity

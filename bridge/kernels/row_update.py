@@ -17,7 +17,7 @@ from geartrain.bridge.kernels.rounding import ROW, SLOT, draws, round_rows
 from geartrain.bridge.kernels.scaled import narrowed, widened
 
 _LARGEST_SCALED = 2.0**126
-_MOST_COLUMNS = 16_384
+_MAX_COLUMNS = 16_384
 
 RowIndex = slice | Tensor
 """Rows of this rank: a slice, or distinct row numbers [N], int64 on the device; −1: padding."""
@@ -75,7 +75,7 @@ def _read(stored: Tensor, scales: Tensor | None, index: RowIndex, dtype: torch.d
 
 def is_one_kernel(optimizer: RowOptimizerSpec, dim: int, device: torch.device) -> bool:
     """Return whether one kernel updates these rows in place: up to 16,384 columns, optimizers of ``step_numbers``."""
-    return dim <= _MOST_COLUMNS and step_numbers(optimizer) is not None and runs_kernels(device)
+    return dim <= _MAX_COLUMNS and step_numbers(optimizer) is not None and runs_kernels(device)
 
 
 def update(

@@ -44,19 +44,19 @@ class SampledIds(NamedTuple):
     """int64 (0-dim): number of distinct given ids of the whole range."""
 
 
-def room_for(most_given: int, budget: int, num_ids: int, num_here: int) -> int:
+def room_for(max_given: int, budget: int, num_ids: int, num_here: int) -> int:
     """Return the places (A) for the choice of :func:`filled_by_sample` in a part of ``num_here`` ids.
 
-    They cover the ``most_given`` ids, and so many others that more are drawn only once in 10²¹ times: mean + 10·√mean +
+    They cover the ``max_given`` ids, and so many others that more are drawn only once in 10²¹ times: mean + 10·√mean +
     34 (Bernstein's inequality, which also holds without replacement: Hoeffding 1963, section 6). All of the part is the
     most.
     """
     if num_here == num_ids:
-        return min(num_ids, max(budget, most_given))
+        return min(num_ids, max(budget, max_given))
     share = num_here / num_ids
     spread = budget * share * (1 - share)
     drawn = budget * share + _UNLIKELY / 3 + math.sqrt((_UNLIKELY / 3) ** 2 + 2 * _UNLIKELY * spread)
-    return min(num_here, max(budget, most_given), most_given + math.ceil(drawn))
+    return min(num_here, max(budget, max_given), max_given + math.ceil(drawn))
 
 
 def filled_by_sample(

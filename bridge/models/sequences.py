@@ -35,9 +35,9 @@ class Sequences:
 
     def softmax(self, scores_N: Tensor) -> Tensor:
         """Numbers >= 0 that add up to 1 over each sequence: [N]."""
-        most_B = scores_N.new_full((len(self.lengths_B),), -torch.inf)
-        most_B = most_B.scatter_reduce(0, self.rows_N, scores_N.detach(), "amax")
-        exp_N = (scores_N - most_B[self.rows_N]).exp()
+        max_B = scores_N.new_full((len(self.lengths_B),), -torch.inf)
+        max_B = max_B.scatter_reduce(0, self.rows_N, scores_N.detach(), "amax")
+        exp_N = (scores_N - max_B[self.rows_N]).exp()
         sums_B = exp_N.new_zeros(len(self.lengths_B)).index_add(0, self.rows_N, exp_N)
         return exp_N / sums_B[self.rows_N]
 

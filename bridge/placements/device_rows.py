@@ -50,7 +50,7 @@ _ELAPSED_WIDTHS = 8
 """Float32 chunks that catching up rows and slots uses on a device: four of float64."""
 
 
-_OF_EACH_ROW = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
+_PER_ROW_ARRAYS = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
 
 
 class DeviceRows:
@@ -172,7 +172,7 @@ class DeviceRows:
         self.ids.move_to(device)
         self.refused = self.refused.to(device)
         self.pool = BufferPool()
-        for name in (*_OF_EACH_ROW, "clock"):
+        for name in (*_PER_ROW_ARRAYS, "clock"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
         if self.steps is not None:
@@ -186,7 +186,7 @@ class DeviceRows:
         grown: dict[str, Tensor] = {}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                for name in _OF_EACH_ROW:
+                for name in _PER_ROW_ARRAYS:
                     if (held := getattr(self, name)) is not None:
                         shape = held.shape[1:]
                         new = _empty(wanted, math.prod(shape), held.dtype, held.device).view(wanted, *shape)
@@ -243,7 +243,7 @@ class DeviceRows:
         self.is_written = False
         with torch.inference_mode(False):
             self.ids.clear()
-            for name in _OF_EACH_ROW if self.ids.table is not None else ():
+            for name in _PER_ROW_ARRAYS if self.ids.table is not None else ():
                 if (held := getattr(self, name)) is not None:
                     setattr(self, name, held[: self.num_local].clone())
         for tensor in (self.slots_LD, self.slot_scales_LK, self.steps_L, self.clock):

@@ -76,7 +76,7 @@ class ItemTree:
             for begin, end in segments:
                 part = order[begin:end]
                 half = len(part) - len(part) // 2
-                order[begin:end] = part[_left_first(points[part], half)]
+                order[begin:end] = part[_balanced_order(points[part], half)]
                 further += [(begin, begin + half), (begin + half, end)]
             segments = [(begin, end) for begin, end in further if end - begin > 1]
         return cls(unordered.items[order])
@@ -130,10 +130,10 @@ def leaf_ids(items: Any) -> Ids:
     return 2 * np.asarray(items, np.int64) + 1
 
 
-def _left_first(points: Floats, half: int) -> npt.NDArray[np.int64]:
+def _balanced_order(points: Floats, half: int) -> npt.NDArray[np.int64]:
     """Return the order of the points [n, D] in which the first ``half`` belong together."""
-    left = points[_farthest(points, points.mean(0))]
-    right = points[_farthest(points, left)]
+    left = points[_argmax_distance(points, points.mean(0))]
+    right = points[_argmax_distance(points, left)]
     order = np.arange(len(points))
     for _ in range(_ROUNDS if len(points) > 2 else 0):
         # Difference of the squared distances to both centers, up to a constant.
@@ -145,5 +145,5 @@ def _left_first(points: Floats, half: int) -> npt.NDArray[np.int64]:
     return order
 
 
-def _farthest(points: Floats, center: Floats) -> int:
+def _argmax_distance(points: Floats, center: Floats) -> int:
     return int(np.square(points - center).sum(1).argmax())

@@ -55,7 +55,7 @@ G = TypeVar("G", bound=CollectedGradient)
 
 PulledVersion = tuple[int, object]
 """Generation of classes, and incarnation of the table (or of several tables)."""
-_MOST_LR = float(np.finfo(np.float32).max)
+_MAX_LR = float(np.finfo(np.float32).max)
 _FORGOTTEN_AFTER = 3
 """Backward passes without a RowOptimizer that trigger a warning: more than an experiment by hand."""
 
@@ -121,7 +121,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Return the table's optimizer with the numbers of such a group. Raises InvalidArgument for an invalid one."""
         try:
             made = optimizer_with(self.table.spec.optimizer, group)
-            if not made.lr <= _MOST_LR:
+            if not made.lr <= _MAX_LR:
                 raise InvalidArgument(f"lr is {made.lr!r}; it must be finite as float32")
         except InvalidArgument as exc:
             raise InvalidArgument(f"param_group of table {self.name!r}: {exc}") from exc

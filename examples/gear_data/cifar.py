@@ -22,7 +22,7 @@ from geartrain.workers.data.images import ImageSet
 SIDE, CHANNELS = 32, 3
 FINE_CLASSES, COARSE_CLASSES = 100, 20
 _RECORD_BYTES = 2 + CHANNELS * SIDE * SIDE
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _FILES = ("train.bin", "test.bin", "fine_label_names.txt")
 
 
@@ -70,8 +70,8 @@ def _members(path: Path) -> Mapping[str, bytes]:
                 file = archive.extractfile(member) if member.isfile() and name in _FILES else None
                 if file is None:
                     continue
-                if not 0 <= member.size <= _MOST_BYTES:
-                    raise InvalidArgument(f"{name} of {path} has {member.size:,} bytes, not 0 to {_MOST_BYTES:,}")
+                if not 0 <= member.size <= _MAX_BYTES:
+                    raise InvalidArgument(f"{name} of {path} has {member.size:,} bytes, not 0 to {_MAX_BYTES:,}")
                 found[name] = file.read()
                 if len(found[name]) != member.size:
                     raise EOFError(f"{name} is cut")

@@ -32,7 +32,7 @@ from geartrain.workers.recipes.glyphs import load_face
 
 CELLS = 4
 """A picture's appeal is a function of the ink in 4 x 4 cells."""
-LEAST_PULL = 3.5
+MIN_PULL = 3.5
 IMAGE_SIZE = 32
 
 
@@ -146,7 +146,7 @@ def make_page_views(
     pictures = pictures[chosen.permutation(num_images)]  # a mapped file is read in its order, then shuffled
     appeal = appeal_of(pictures, weights.standard_normal(CELLS * CELLS))
     images = ratings.movies * images_per_movie + shown.integers(images_per_movie, size=len(ratings))
-    labels = ratings.stars + appeal_stars * appeal[images] >= LEAST_PULL
+    labels = ratings.stars + appeal_stars * appeal[images] >= MIN_PULL
     views = Views(
         torch.from_numpy(ratings.users),
         torch.from_numpy(ratings.movies),

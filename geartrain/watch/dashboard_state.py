@@ -35,8 +35,8 @@ _POLL_SECONDS, _IDLE_SECONDS = 1.0, 5.0
 """Seconds between polls: while a page is open, and while none is (curves continue)."""
 _GEAR_SECONDS = 5.0
 """Seconds between polls of gears and graphs."""
-_MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 300, 100, 500
-_MOST_POINTS = 1500
+_MAX_EVENTS, _MAX_SNAPSHOTS, _MAX_CURVES = 300, 100, 500
+_MAX_POINTS = 1500
 """Points of a curve before old ones are thinned out."""
 _FINENESS = 150
 """Ratio of a thinned point's age to the distance of its neighbour: an hour ago 24 s, a day ago 10 minutes."""
@@ -67,7 +67,7 @@ class DashboardState:
         self._curves: dict[str, list[Point]] = {}
         self._tables: dict[str, dict[str, Any]] = {}
         """Each table as it last was complete, until it is dropped."""
-        self._events: dict[bool, deque[dict[str, Any]]] = {of: deque(maxlen=_MOST_EVENTS) for of in (False, True)}
+        self._events: dict[bool, deque[dict[str, Any]]] = {of: deque(maxlen=_MAX_EVENTS) for of in (False, True)}
         """Events by whether they are trouble: a flood of others then drops none of it."""
         self._last = 0
         """Number of the last event: counted here, as a scheduler may restart its numbers."""
@@ -118,7 +118,7 @@ class DashboardState:
             for path in told:
                 if path not in self._there:
                     self._snapshots.pop(path, None)
-            for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
+            for path in list(self._snapshots)[:-_MAX_SNAPSHOTS]:
                 del self._snapshots[path]
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -223,10 +223,10 @@ class DashboardState:
                     if value is not None and math.isfinite(value):
                         points[f"{name} {job.job}"] = (job.report.step, value)
         points |= {f"rows {table.name}": (None, table.rows) for table in status.tables}  # last: as far as there is room
-        drawn = dict(itertools.islice(points.items(), _MOST_CURVES))
+        drawn = dict(itertools.islice(points.items(), _MAX_CURVES))
         for name, (step, value) in drawn.items():
             self._add_point(name, now, step, value)
-        if (surplus := len(self._curves) - _MOST_CURVES) > 0:
+        if (surplus := len(self._curves) - _MAX_CURVES) > 0:
             ended = self._curves.keys() - drawn.keys()
             for name in heapq.nsmallest(surplus, ended, key=lambda name: self._curves[name][-1][0]):
                 del self._curves[name]
@@ -260,7 +260,7 @@ class DashboardState:
     def _add_point(self, name: str, at: float, step: int | None, value: float) -> None:
         points = self._curves.setdefault(name, [])
         points.append((at, step, float(f"{value:.6g}")))  # a new page gets hundreds of thousands of them
-        if len(points) > _MOST_POINTS:
+        if len(points) > _MAX_POINTS:
             self._curves[name] = thinned(points)
 
 

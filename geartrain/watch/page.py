@@ -23,7 +23,7 @@ from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.values.config import ClusterConfig, identity, is_loopback, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.certificates import write_file
-from geartrain.serving.http.guard import Names
+from geartrain.serving.http.host_names import HostNames
 from geartrain.watch.dashboard_state import DashboardState
 
 try:
@@ -40,8 +40,8 @@ except ImportError as exc:
 
 logger = logging.getLogger(__name__)
 
-_MOST_BODY_BYTES = 1 << 16
-_MOST_PAGES = 64
+_MAX_BODY_BYTES = 1 << 16
+_MAX_PAGES = 64
 _ANSWER_SECONDS = 2.0
 _ANOTHER = """<title>Geartrain: another link is needed</title><main><section>
 <h1>{why}</h1>
@@ -63,7 +63,7 @@ class Dashboard:
                 "security.folder to a folder that 'geartrain certs init' fills, or listen on 127.0.0.1 and reach it "
                 "by 'ssh -L'"
             )
-        self._names = Names(listen)
+        self._names = HostNames(listen)
         listener = listening_socket(listen, "show the page")
         host, _ = split_address(listen)
         self._cookie = f"geartrain-{listener.getsockname()[1]}"  # a cookie belongs to a host, not to a port
@@ -87,7 +87,7 @@ class Dashboard:
             tls=tls,
             each_second=renew,
             grace_seconds=2,
-            connections=2 * _MOST_PAGES,
+            connections=2 * _MAX_PAGES,
         )
         self.address = self._server.address
         """host:port of the page."""
@@ -164,8 +164,8 @@ class Dashboard:
             logger.warning("'geartrain dashboard --link' will not know the next link: %s", exc)
 
     async def _events(self, _: Request) -> Response:
-        if self._state.pages >= _MOST_PAGES:
-            return PlainTextResponse(f"{_MOST_PAGES} pages are open; close some\n", 503)
+        if self._state.pages >= _MAX_PAGES:
+            return PlainTextResponse(f"{_MAX_PAGES} pages are open; close some\n", 503)
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _stream(self) -> AsyncIterator[str]:
@@ -222,6 +222,6 @@ async def _body(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > _MOST_BODY_BYTES:
+        if len(body) > _MAX_BODY_BYTES:
             raise ValueError("too long")
     return body

@@ -42,11 +42,11 @@ class ClusterPoll(NamedTuple):
 class ClusterWatch:
     """Polls a cluster. Not thread-safe."""
 
-    def __init__(self, config: ClusterConfig, most_events: int) -> None:
-        """``most_events`` limits the past events that the first poll returns."""
+    def __init__(self, config: ClusterConfig, max_events: int) -> None:
+        """``max_events`` limits the past events that the first poll returns."""
         self.address = config.server.scheduler
         self.config = config.client.model_copy(update={"connect_timeout_seconds": _ANSWER_SECONDS})
-        self._events = EventReader(self._read_events, most=most_events)
+        self._events = EventReader(self._read_events, most=max_events)
         self._scheduler: SchedulerCarrier | None = None
         self._shards: dict[tuple[str, int], ShardCarrier] = {}
         self._looks = 0

@@ -161,7 +161,7 @@ class HttpQuestions:
         return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        if why := await self.on_thread(self.service.why_not_ready):
+        if why := await self.on_thread(self.service.unready_reason):
             raise RefusedRequest(503, f"not ready: {why}", 1.0)
         return json_response({"ready": True})
 

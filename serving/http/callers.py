@@ -15,7 +15,7 @@ from starlette.requests import Request
 from geartrain.ams.rpc.tokens import METADATA_KEY, RIGHTS, SCHEME
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.text import quoted
-from geartrain.serving.http.guard import Names
+from geartrain.serving.http.host_names import HostNames
 from geartrain.serving.http.refusals import RefusedRequest
 
 OPEN_PATHS = ("/", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
@@ -38,7 +38,7 @@ class Callers:
             origins: other web origins that may send requests.
             is_open: accept any host name (``insecure``): others may give this host names of their own.
         """
-        self._names = None if folder or is_open else Names(listen)
+        self._names = None if folder or is_open else HostNames(listen)
         self.origins = origins
         self.cluster = "local"
         """Cluster label of the counters."""

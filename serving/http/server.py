@@ -23,9 +23,9 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-MOST_HEADER_BYTES = 16_384
+MAX_HEADER_BYTES = 16_384
 """Longest headers of a request, including its address."""
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 _KEEP_SECONDS = 30
 """Idle time after which a connection is closed."""
 _TAKE_SECONDS = 60.0
@@ -46,7 +46,7 @@ class HttpServer:
         each_second: Callable[[], None] | None = None,
         headers_seconds: float = 10.0,
         grace_seconds: float = 3.0,
-        connections: int = MOST_CONNECTIONS,
+        connections: int = MAX_CONNECTIONS,
         take_seconds: float = _TAKE_SECONDS,
     ) -> None:
         """Serve ``app`` on a socket; it listens once this returns.
@@ -84,7 +84,7 @@ class HttpServer:
             timeout_keep_alive=_KEEP_SECONDS,
             timeout_notify=1,
             callback_notify=tick,
-            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ws="none",
             **({} if tls is None else {"ssl_context_factory": lambda *_: tls}),  # type: ignore[arg-type]
         )
@@ -154,14 +154,14 @@ def _bounded(headers_seconds: float, connections: int, take_seconds: float) -> t
             super().data_received(data)
             if self._in_headers and not self._has_ended:
                 self._header_bytes += len(data)
-                if self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+                if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                     self.send_400_response("")
 
         def on_headers_complete(self) -> None:
             self._headers_are_there()
             sizes = sum(len(name) + len(value) for name, value in self.headers)
             self._header_bytes = len(self.url) + sizes
-            if self._header_bytes > MOST_HEADER_BYTES:
+            if self._header_bytes > MAX_HEADER_BYTES:
                 raise ValueError("headers")  # the parser stops, and send_400_response is called
             super().on_headers_complete()
 
@@ -170,9 +170,9 @@ def _bounded(headers_seconds: float, connections: int, take_seconds: float) -> t
             self._in_headers, self._has_ended, self._header_bytes = True, True, 0
 
         def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-            if self._header_bytes > MOST_HEADER_BYTES:
+            if self._header_bytes > MAX_HEADER_BYTES:
                 status, code = 431, "too_large"
-                why = f"the headers are more than {MOST_HEADER_BYTES:,} bytes; send fewer, and the rest in the body"
+                why = f"the headers are more than {MAX_HEADER_BYTES:,} bytes; send fewer, and the rest in the body"
             else:
                 status, code = 400, "bad_request"
                 why = "this is no request of HTTP/1.1; was https meant, or another port?"

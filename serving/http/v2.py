@@ -41,7 +41,7 @@ ASKED = "geartrain.asked"
 LENGTH_HEADER = "inference-header-content-length"
 """Header with the length of the JSON, where raw tensors follow."""
 _BASE64 = {"content_type": "base64"}
-_MOST_NESTED = 8
+_MAX_NESTED = 8
 _OF_KIND: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "O": (str,)}
 """JSON types of the elements of a numpy kind."""
 
@@ -75,7 +75,7 @@ class InferenceRoutes:
         return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})
 
     async def _ready(self, _: Request) -> Response:
-        ready = not await self._on_thread(self._service.why_not_ready)
+        ready = not await self._on_thread(self._service.unready_reason)
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _index(self, _: Request) -> Response:
@@ -188,7 +188,7 @@ def _elements(name: str, data: Any, dtype: np.dtype[Any], parameters: Mapping[st
     if not isinstance(data, list):
         raise InvalidArgument(f"input {quoted(name)} has data {quoted(data)}; give a list, flat or nested as its shape")
     elements: list[Any] = data
-    for _ in range(_MOST_NESTED):
+    for _ in range(_MAX_NESTED):
         if not (elements and all(isinstance(part, list) for part in elements)):
             break
         elements = list(itertools.chain.from_iterable(elements))

@@ -81,7 +81,7 @@ class Parts:
         finally:
             idle.append(connection)
 
-    def why_not_ready(self) -> str:
+    def unready_reason(self) -> str:
         """Return why a service is not ready, with its address; empty: all are. Costs a request to each."""
 
         def why(address: str) -> str:

@@ -24,7 +24,7 @@ KINDS = ("ivf", "hnsw", "flat")
 _MORE = 16
 """Rows beyond k that get exact scores, as the scores of faiss are of 8-bit codes."""
 _TRAINED_OF_A_LIST = 64
-_LEAST_OF_A_LIST = 39
+_MIN_OF_A_LIST = 39
 """Least rows of an ivf list that faiss recommends."""
 
 
@@ -83,7 +83,7 @@ def build(kind: str, rows: EncodedRows, threads: int) -> FaissShortcut:
     faiss.omp_set_num_threads(threads)
     centers = rows.centers.reshape(-1, rows.centers.shape[-1])
     values_RD = centers if rows.biases is None else np.column_stack([centers, rows.biases])
-    lists = max(1, min(int(2 * math.sqrt(len(values_RD))), len(values_RD) // _LEAST_OF_A_LIST))
+    lists = max(1, min(int(2 * math.sqrt(len(values_RD))), len(values_RD) // _MIN_OF_A_LIST))
     spec = {"flat": "Flat", "ivf": f"IVF{lists},SQ8", "hnsw": "HNSW32,SQ8"}[kind]
     index = faiss.index_factory(values_RD.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
     few = np.random.default_rng(0).permutation(len(values_RD))[: _TRAINED_OF_A_LIST * lists]

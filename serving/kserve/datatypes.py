@@ -27,7 +27,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """dtype by its name in the protocol."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_DIMENSIONS = 8
+_MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
 """Length prefix of each element of BYTES."""
 
@@ -48,10 +48,10 @@ def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> 
     dtype = DTYPES.get(datatype)
     if dtype is None:
         raise InvalidArgument(f"input {name!r} has datatype {datatype!r}; those known here are {', '.join(DTYPES)}")
-    if not 1 <= len(shape) <= _MOST_DIMENSIONS or min(shape) < 0:
-        said = [*shape[: _MOST_DIMENSIONS + 1]]
+    if not 1 <= len(shape) <= _MAX_DIMENSIONS or min(shape) < 0:
+        said = [*shape[: _MAX_DIMENSIONS + 1]]
         raise InvalidArgument(
-            f"input {name!r} has shape {said}; it needs 1 … {_MOST_DIMENSIONS} dimensions of 0 or more, items first"
+            f"input {name!r} has shape {said}; it needs 1 … {_MAX_DIMENSIONS} dimensions of 0 or more, items first"
         )
     if not 1 <= shape[0] <= most_items:
         raise InvalidArgument(f"input {name!r} has {shape[0]} items; one request takes 1 … {most_items}: send several")

@@ -91,7 +91,7 @@ class InferenceService:
         return counted
 
     def _server_ready(self, *_: object) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not self._service.why_not_ready())
+        return pb.ServerReadyResponse(ready=not self._service.unready_reason())
 
     def _server_metadata(self, *_: object) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="geartrain", version=own_version(), extensions=EXTENSIONS)

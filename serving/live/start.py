@@ -73,7 +73,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
 
     service.following[name] = {}
     service.change("expect", model=name)
-    served = _newest_that_is_whole(service, name, versions)
+    served = _serve_newest_intact(service, name, versions)
     follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=report)
     report(follower.facts)
     cleanup.callback(versions.close)
@@ -83,7 +83,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     return follower
 
 
-def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersions) -> LiveVersion | None:
+def _serve_newest_intact(service: ModelService, name: str, versions: LiveVersions) -> LiveVersion | None:
     """Serve the newest undamaged version; older ones wait for a rollback."""
     served = None
     for version in versions.written():

@@ -36,7 +36,7 @@ from geartrain.workers.ctr.samples.features import (
 )
 from geartrain.workers.ctr.samples.kinds import INTEGER, FieldKind, width_of
 
-MOST_CANDIDATES = 10_000
+MAX_CANDIDATES = 10_000
 _AT_ONCE = 65_536
 """Candidates scored at once, which bounds memory."""
 _BEST = 10
@@ -203,7 +203,7 @@ class RankOperation:
         each candidate. Raises InvalidArgument.
         """
         require_keys(body, ("context", "candidates", "k"))
-        context, candidates = body.get("context"), objects_of(body, "candidates", MOST_CANDIDATES)
+        context, candidates = body.get("context"), objects_of(body, "candidates", MAX_CANDIDATES)
         if not isinstance(context, dict):
             raise InvalidArgument(f"context is {quoted(context)}; it must be an object of fields")
         reader = self._model.reader
@@ -241,8 +241,8 @@ class RankOperation:
         of_candidates = reader.ids_of(given, items, ndim=3)
         checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
         counts, most = np.maximum(is_there.sum(1), 1), is_there.shape[1]
-        if most > MOST_CANDIDATES:
-            raise InvalidArgument(f"there are {most:,} candidates; at most {MOST_CANDIDATES:,} are ranked at once")
+        if most > MAX_CANDIDATES:
+            raise InvalidArgument(f"there are {most:,} candidates; at most {MAX_CANDIDATES:,} are ranked at once")
         if len(wrong := np.argwhere(is_there != (np.arange(most) < counts[:, None]))):
             raise InvalidArgument(
                 f"candidate {wrong[0].tolist()} is missing; each row has one at least, and behind its last one -1 (of "

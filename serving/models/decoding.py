@@ -23,9 +23,9 @@ QUICK_PIXELS = 1 << 17
 """Most pixels of a request that is read at once: a millisecond or two."""
 LARGE_PIXELS = 4 << 20
 """Pixels from which few threads decode at once, so that others go on with small pictures."""
-MOST_LARGE = 8
+MAX_LARGE = 8
 """Most requests with such a picture, including waiting ones; fewer than the threads that read."""
-_places = threading.Semaphore(MOST_LARGE)
+_places = threading.Semaphore(MAX_LARGE)
 _turns = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -60,7 +60,7 @@ class QuestionPictures:
         if pixels > LARGE_PIXELS:
             if not _places.acquire(blocking=False):
                 raise Busy(
-                    f"{MOST_LARGE} questions with pictures of more than {LARGE_PIXELS:,} pixels are under way; scale "
+                    f"{MAX_LARGE} questions with pictures of more than {LARGE_PIXELS:,} pixels are under way; scale "
                     "yours down, or ask again in a second"
                 )
             held.callback(_places.release)

@@ -29,7 +29,7 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]
-DEFAULT_K, MOST_K = 5, 1000
+DEFAULT_K, MAX_K = 5, 1000
 _MEASURED = ("precision", "parity", "accuracy", "training", "sure_from", "verify", "part")
 _PICTURE = {
     "type": "string",
@@ -100,7 +100,7 @@ class ClassModel:
 
     def k_of(self, given: Mapping[str, Any]) -> int:
         """Return the number of classes asked for. Raises InvalidArgument."""
-        most = min(MOST_K, self.num_classes)
+        most = min(MAX_K, self.num_classes)
         k = given.get("k")
         return min(DEFAULT_K, most) if k is None else integer("k", k, 1, most)
 
@@ -339,7 +339,7 @@ def request_of(items: Mapping[str, Any], example: list[Any], ranked: ClassModel 
     properties: dict[str, Any] = {name: {"type": "array", "items": item, "minItems": 1}}
     body: dict[str, Any] = {name: example}
     if ranked is not None:
-        most = min(MOST_K, ranked.num_classes)
+        most = min(MAX_K, ranked.num_classes)
         properties["k"] = {"type": "integer", "minimum": 1, "maximum": most, "default": min(DEFAULT_K, most)}
         body["k"] = min(3, most)
     return {

@@ -24,7 +24,7 @@ from geartrain.workers.ctr.samples.examples import read_examples
 from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature, latest_ids
 
 TREE, NODE = "tree.safetensors", "node"
-_BEST, _MOST_BEAM = 10, 10_000
+_BEST, _MAX_BEAM = 10, 10_000
 _SHOWN = 5
 """Number of items in an example."""
 _AT_ONCE = 65_536
@@ -148,8 +148,8 @@ class ItemsOperation:
         if (most := int(arrays[HISTORY].max())) >= 2**62:
             raise InvalidArgument(f"the history has item {most}; items lie in [0, 2^62)")
         arrays[HISTORY] = latest_ids(arrays[HISTORY], self._model.history)
-        k = integer("k", parameters.get("k", _BEST), 1, _MOST_BEAM)
-        beam = integer("beam", parameters.get("beam", max(k, self._model.beam)), k, _MOST_BEAM)
+        k = integer("k", parameters.get("k", _BEST), 1, _MAX_BEAM)
+        beam = integer("beam", parameters.get("beam", max(k, self._model.beam)), k, _MAX_BEAM)
         return Question(arrays=arrays, parameters=(("beam", beam), ("k", min(k, len(self._model.tree.items)))))
 
     def run(self, question: Question) -> Arrays:

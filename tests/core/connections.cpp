@@ -18,7 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 Clock::time_point after(double seconds) {
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
+  return Clock::now() +
+         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
 }
 
 bool wait_for(Connection::Call& call, double seconds) {
@@ -41,8 +42,8 @@ nb::object array(T* data, std::vector<size_t> shape, nb::handle owner) {
   return nb::cast(nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner), nb::rv_policy::reference);
 }
 
-// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the write. Then what it
-// says of its batch, or None.
+// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the
+// write. Then what it says of its batch, or None.
 nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
   const auto& write = nb::cast<const PreparedWrite&>(self);
   const auto parts = write.parts();
@@ -57,15 +58,18 @@ nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
     rows = copy.get();
     owner = nb::capsule(copy.release(), [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
   }
-  const nb::object bits = write.dtype() == DType::float32
-                              ? array(const_cast<float*>(reinterpret_cast<const float*>(rows)), {count, dim}, owner)
-                              : array(const_cast<uint16_t*>(reinterpret_cast<const uint16_t*>(rows)), {count, dim}, owner);
+  const nb::object bits =
+      write.dtype() == DType::float32
+          ? array(const_cast<float*>(reinterpret_cast<const float*>(rows)), {count, dim}, owner)
+          : array(const_cast<uint16_t*>(reinterpret_cast<const uint16_t*>(rows)), {count, dim}, owner);
   const BatchFacts batch = write.batch_of(part);
   nb::object said = nb::none();
   if (batch.occurrences != nullptr || batch.step || batch.unix_seconds || batch.pulled_at)
-    said = nb::make_tuple(batch.occurrences == nullptr ? nb::none() : array(const_cast<uint32_t*>(batch.occurrences), {count}, self), batch.step,
-                          batch.unix_seconds, batch.pulled_at);
-  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits, static_cast<int>(write.dtype()), said);
+    said = nb::make_tuple(
+        batch.occurrences == nullptr ? nb::none() : array(const_cast<uint32_t*>(batch.occurrences), {count}, self),
+        batch.step, batch.unix_seconds, batch.pulled_at);
+  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits,
+                        static_cast<int>(write.dtype()), said);
 }
 
 template <class... Extra>
@@ -79,14 +83,18 @@ void add_method(nb::module_& m, const char* type, const char* name, auto functio
 void bind_test_connections(nb::module_& m) {
   nb::class_<Connection::Call>(m, "DataCall")
       .def("room", &room_of, nb::arg("bytes"))
-      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); }, nb::arg("seconds") = 1e8,
-           nb::call_guard<WithoutInterpreter>())
+      .def(
+          "send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); },
+          nb::arg("seconds") = 1e8, nb::call_guard<WithoutInterpreter>())
       .def("wait", &wait_for, nb::arg("seconds"))
       .def("reply", &reply_of);
   add_method(
       m, "DataConnection", "begin",
-      [](Connection& connection, size_t request_bytes, size_t most_reply_bytes) { return connection.begin(request_bytes, most_reply_bytes); },
-      nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<WithoutInterpreter>(), nb::keep_alive<0, 1>());
+      [](Connection& connection, size_t request_bytes, size_t max_reply_bytes) {
+        return connection.begin(request_bytes, max_reply_bytes);
+      },
+      nb::arg("request_bytes"), nb::arg("max_reply_bytes"), nb::call_guard<WithoutInterpreter>(),
+      nb::keep_alive<0, 1>());
   add_method(m, "PreparedWrite", "part", &part_of, nb::arg("index"));
 }
 

@@ -20,7 +20,8 @@ struct Field {
 constexpr size_t kHeader = 64, kOperation = 128, kReply = 64, kBatchNumbers = 24;
 constexpr uint64_t kBatchFlags = 32 | 64 | 128;
 constexpr Field kBodyBytes{24, 8}, kNumOperations{8, 4};
-constexpr Field kKind{0, 1}, kDType{1, 1}, kFlags{2, 2}, kDim{4, 4}, kNumIds{8, 8}, kTexts{96, 2}, kNumScalars{102, 2}, kScalarsBytes{104, 4};
+constexpr Field kKind{0, 1}, kDType{1, 1}, kFlags{2, 2}, kDim{4, 4}, kNumIds{8, 8}, kTexts{96, 2}, kNumScalars{102, 2},
+    kScalarsBytes{104, 4};
 constexpr Field kReplyOffset{24, 8}, kReplyBytes{32, 8}, kIsRefused{0, 1};
 
 uint64_t number_at(const char* at, Field field) {
@@ -55,7 +56,8 @@ class Damage {
   Damage(const std::string& frame, bool is_reply, uint64_t number, uint64_t seed)
       : frame_(frame), is_reply_(is_reply), number_(number), random_(seed) {
     if (is_reply) {
-      for (uint64_t i = 0; i < number_at(frame.data(), kNumOperations); ++i) headers_.push_back({kHeader + i * kReply, kReply});
+      for (uint64_t i = 0; i < number_at(frame.data(), kNumOperations); ++i)
+        headers_.push_back({kHeader + i * kReply, kReply});
     } else {
       const ParsedRequest request = parse_request(frame.data(), frame.size());
       const RequestLayout layout = lay_out_request(request.operations);
@@ -176,8 +178,8 @@ class Damage {
 
 }  // namespace
 
-DamageCounts read_damaged_frames(const std::string& frame, bool is_reply, uint64_t number, int64_t num_operations, uint64_t seed,
-                                 int64_t count) {
+DamageCounts read_damaged_frames(const std::string& frame, bool is_reply, uint64_t number, int64_t num_operations,
+                                 uint64_t seed, int64_t count) {
   Damage damage(frame, is_reply, number, seed);
   GuardedMemory memory(frame.size() + 4096);
   const std::vector<ReplyRows> rows(static_cast<size_t>(num_operations));

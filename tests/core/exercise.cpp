@@ -27,7 +27,8 @@ struct Work {
   int64_t count, dim, rounds;
   std::atomic<int64_t> acknowledged{0}, mixed{0};
 
-  // Pushes and pulls in turns, as a caller of its own. What it pulls it has of one moment only if all numbers are equal.
+  // Pushes and pulls in turns, as a caller of its own. What it pulls it has of one moment only if all numbers are
+  // equal.
   void work(const std::string& stream) {
     std::vector<float> rows(static_cast<size_t>(count * dim));
     for (int64_t round = 1; round <= rounds; ++round) {
@@ -53,10 +54,10 @@ struct Work {
   }
 };
 
-// Returns the numbers of acknowledged pushes and of pulls of mixed moments; the first is -1 if `num_threads` threads were not done
-// after `seconds`. With `holds_interpreter` the calling thread has the interpreter lock all the while.
-nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids, const FloatMatrix& gradients, int64_t rounds,
-                   int num_threads, bool holds_interpreter, double seconds) {
+// Returns the numbers of acknowledged pushes and of pulls of mixed moments; the first is -1 if `num_threads` threads
+// were not done after `seconds`. With `holds_interpreter` the calling thread has the interpreter lock all the while.
+nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids, const FloatMatrix& gradients,
+                   int64_t rounds, int num_threads, bool holds_interpreter, double seconds) {
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   Work work{engine, table, ids.data(), gradients.data(), static_cast<int64_t>(ids.size()),
             static_cast<int64_t>(gradients.shape(1)), rounds};
@@ -65,7 +66,8 @@ nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids,
   const auto run = [&] {
     std::vector<std::future<void>> threads;
     for (int thread = 0; thread < num_threads; ++thread)
-      threads.push_back(std::async(std::launch::async, [&, thread] { work.work("exercise/" + std::to_string(thread)); }));
+      threads.push_back(
+          std::async(std::launch::async, [&, thread] { work.work("exercise/" + std::to_string(thread)); }));
     for (const auto& thread : threads) are_done &= thread.wait_until(deadline) == std::future_status::ready;
     if (are_done) return;
     const WithInterpreter interpreter;
@@ -108,8 +110,8 @@ void bind_test_helpers(nb::module_& m) {
       .def_prop_ro("num_writes", &ToyHandler::num_writes)
       .def_prop_ro("sum_written", &ToyHandler::sum_written);
   m.def("exercise_engine", &exercise, nb::arg("engine"), nb::arg("table"), nb::arg("ids").noconvert(),
-        nb::arg("gradients").noconvert(), nb::arg("rounds"), nb::arg("num_threads"), nb::kw_only(), nb::arg("holds_interpreter"),
-        nb::arg("seconds"));
+        nb::arg("gradients").noconvert(), nb::arg("rounds"), nb::arg("num_threads"), nb::kw_only(),
+        nb::arg("holds_interpreter"), nb::arg("seconds"));
 }
 
 }  // namespace geartrain

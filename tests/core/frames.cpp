@@ -20,8 +20,9 @@ T item(const nb::dict& from, const char* key, T otherwise) {
 std::optional<SyncGroup> group_from(const nb::dict& from, const char* key) {
   if (!from.contains(key)) return std::nullopt;
   const auto group = nb::cast<nb::dict>(from[key]);
-  return SyncGroup{nb::cast<std::string>(group["job"]), nb::cast<int64_t>(group["world_size"]), nb::cast<int64_t>(group["rank"]),
-                   nb::cast<int64_t>(group["sequence"]), nb::cast<int64_t>(group["sample_count"])};
+  return SyncGroup{nb::cast<std::string>(group["job"]), nb::cast<int64_t>(group["world_size"]),
+                   nb::cast<int64_t>(group["rank"]), nb::cast<int64_t>(group["sequence"]),
+                   nb::cast<int64_t>(group["sample_count"])};
 }
 
 // `ids` and `rows` are bytes.
@@ -44,7 +45,8 @@ Operation operation_from(const nb::dict& from) {
     request.dim = nb::cast<int64_t>(from["dim"]);
     request.dtype = static_cast<DType>(nb::cast<int>(from["dtype"]));
     if constexpr (!std::is_same_v<std::decay_t<decltype(request)>, PullRequest>)
-      require(nb::cast<nb::bytes>(from["rows"]).size() == static_cast<size_t>(request.count * request.dim) * item_bytes(request.dtype),
+      require(nb::cast<nb::bytes>(from["rows"]).size() ==
+                  static_cast<size_t>(request.count * request.dim) * item_bytes(request.dtype),
               "rows must be [N, dim]");
   };
   if (kind == "pull") {
@@ -113,7 +115,8 @@ nb::dict operation_to(const Operation& operation, bool wants_present) {
   to["table"] = operation.table;
   std::visit(
       [&](const auto& request) {
-        to["ids"] = nb::bytes(reinterpret_cast<const char*>(request.ids), static_cast<size_t>(request.count) * sizeof(int64_t));
+        to["ids"] =
+            nb::bytes(reinterpret_cast<const char*>(request.ids), static_cast<size_t>(request.count) * sizeof(int64_t));
         to["dim"] = request.dim;
         to["dtype"] = static_cast<int>(request.dtype);
       },
@@ -137,7 +140,8 @@ nb::dict operation_to(const Operation& operation, bool wants_present) {
     if (push->batch.unix_seconds) to["unix_seconds"] = *push->batch.unix_seconds;
     if (push->batch.pulled_at) to["pulled_at"] = *push->batch.pulled_at;
     if (push->batch.occurrences != nullptr)
-      to["occurrences"] = nb::bytes(reinterpret_cast<const char*>(push->batch.occurrences), static_cast<size_t>(push->count) * sizeof(uint32_t));
+      to["occurrences"] = nb::bytes(reinterpret_cast<const char*>(push->batch.occurrences),
+                                    static_cast<size_t>(push->count) * sizeof(uint32_t));
   } else {
     const auto& assign = std::get<AssignRequest>(operation.request);
     to["kind"] = "assign";
@@ -159,29 +163,35 @@ nb::tuple parse_request_frame(const nb::bytes& frame) {
 nb::bytes build_reply_frame(uint64_t number, const std::vector<nb::dict>& described, size_t room) {
   std::vector<ReplyRows> sizes;
   for (const nb::dict& described_item : described)
-    sizes.push_back({item(described_item, "rows", nb::bytes("")).size(), item(described_item, "present", nb::bytes("")).size()});
+    sizes.push_back(
+        {item(described_item, "rows", nb::bytes("")).size(), item(described_item, "present", nb::bytes("")).size()});
   const ReplyLayout layout = lay_out_reply(sizes);
-  std::string frame(room == 0 ? most_reply_bytes(layout) : room, '\0');
+  std::string frame(room == 0 ? max_reply_bytes(layout) : room, '\0');
   require(frame.size() >= layout.end, "room must hold the rows");
   std::vector<ReplyResult> results;
   for (size_t i = 0; i < described.size(); ++i) {
     const nb::dict& described_item = described[i];
     if (described_item.contains("error")) {
-      results.push_back({Fault(nb::cast<std::string>(described_item["error"]), nb::cast<std::string>(described_item["message"]),
-                               item(described_item, "retry_after_seconds", 0.0)),
-                         {}});
+      results.push_back(
+          {Fault(nb::cast<std::string>(described_item["error"]), nb::cast<std::string>(described_item["message"]),
+                 item(described_item, "retry_after_seconds", 0.0)),
+           {}});
       continue;
     }
-    const nb::bytes rows = item(described_item, "rows", nb::bytes("")), present = item(described_item, "present", nb::bytes(""));
+    const nb::bytes rows = item(described_item, "rows", nb::bytes("")),
+                    present = item(described_item, "present", nb::bytes(""));
     frame.replace(layout.rows[i], rows.size(), rows.c_str(), rows.size());
     frame.replace(layout.rows[i] + rows.size(), present.size(), present.c_str(), present.size());
-    results.push_back({Done{item<int64_t>(described_item, "created", 0), item(described_item, "duplicate", false), item<int64_t>(described_item, "writes", 0)}, sizes[i]});
+    results.push_back({Done{item<int64_t>(described_item, "created", 0), item(described_item, "duplicate", false),
+                            item<int64_t>(described_item, "writes", 0)},
+                       sizes[i]});
   }
   const size_t bytes = write_reply(frame.data(), frame.size(), layout, number, results);
   return nb::bytes(frame.data(), bytes);
 }
 
-nb::list parse_reply_frame(const nb::bytes& frame, uint64_t number, const std::vector<std::pair<size_t, size_t>>& expected) {
+nb::list parse_reply_frame(const nb::bytes& frame, uint64_t number,
+                           const std::vector<std::pair<size_t, size_t>>& expected) {
   std::vector<ReplyRows> sizes;
   for (const auto& [rows, present] : expected) sizes.push_back({rows, present});
   nb::list replies;
@@ -206,7 +216,8 @@ nb::list parse_reply_frame(const nb::bytes& frame, uint64_t number, const std::v
   return replies;
 }
 
-nb::tuple read_damaged(const nb::bytes& frame, bool is_reply, uint64_t number, int64_t num_operations, uint64_t seed, int64_t count) {
+nb::tuple read_damaged(const nb::bytes& frame, bool is_reply, uint64_t number, int64_t num_operations, uint64_t seed,
+                       int64_t count) {
   const std::string whole(frame.c_str(), frame.size());
   WithoutInterpreter release;
   const DamageCounts counts = read_damaged_frames(whole, is_reply, number, num_operations, seed, count);
@@ -221,8 +232,8 @@ void bind_frames(nb::module_& m) {
   m.def("parse_request_frame", &parse_request_frame, nb::arg("frame"));
   m.def("build_reply_frame", &build_reply_frame, nb::arg("number"), nb::arg("results"), nb::arg("room") = 0);
   m.def("parse_reply_frame", &parse_reply_frame, nb::arg("frame"), nb::arg("number"), nb::arg("expected"));
-  m.def("read_damaged_frames", &read_damaged, nb::arg("frame"), nb::arg("is_reply"), nb::arg("number"), nb::arg("num_operations"),
-        nb::arg("seed"), nb::arg("count"));
+  m.def("read_damaged_frames", &read_damaged, nb::arg("frame"), nb::arg("is_reply"), nb::arg("number"),
+        nb::arg("num_operations"), nb::arg("seed"), nb::arg("count"));
 }
 
 }  // namespace geartrain

@@ -41,7 +41,8 @@ struct Write {
     if (!nb::hasattr(from, "gradients")) return;
     PushRequest& push = write.push;
     write.hosted = nullptr;
-    const nb::object ids = of_ops("checked_ids")(from.attr("ids")), bits = of_ops("as_bits")(from.attr("gradients"), "gradients");
+    const nb::object ids = of_ops("checked_ids")(from.attr("ids")),
+                     bits = of_ops("as_bits")(from.attr("gradients"), "gradients");
     const IdArray id_array = nb::cast<IdArray>(ids);
     const Matrix rows = nb::cast<Matrix>(bits[0]);
     if (rows.shape(0) != id_array.shape(0))
@@ -69,7 +70,8 @@ bool is_applied(SyncGroups& groups, nb::handle from) {
   return groups.is_applied(write.table, write.write);
 }
 
-// The part of the same rank that it is in the place of with its error, or None; and the callers of all ranks, none if one is missing.
+// The part of the same rank that it is in the place of with its error, or None; and the callers of all ranks, none if
+// one is missing.
 nb::tuple join(SyncGroups& groups, nb::handle context, nb::handle from) {
   const Write write(from);
   const CallContext caller = context_of(context);
@@ -110,7 +112,8 @@ void bind_groups(nb::module_& m) {
   add(groups, "updates", &updates);
   add(groups, "complete", [](SyncGroups& self, nb::handle from) { self.complete(entry_of(self, from)); });
   add(groups, "abandon", [](SyncGroups& self, nb::handle from) { self.abandon(entry_of(self, from)); });
-  add(groups, "drop_table", [](SyncGroups& self, const std::string& table) { return python_of(self.drop_table(table)); });
+  add(groups, "drop_table",
+      [](SyncGroups& self, const std::string& table) { return python_of(self.drop_table(table)); });
   add(groups, "expire", [](SyncGroups& self) { return python_of(self.expire()); });
   add(groups, "fence", [](SyncGroups& self, const std::string& job, int64_t incarnation, bool forget) {
     return python_of(self.fence(job, incarnation, forget));
@@ -118,11 +121,18 @@ void bind_groups(nb::module_& m) {
   add(writes, "admit", [](CompletedWrites& self, nb::handle context, nb::object future) {
     return self.admit(context_of(context), completion_of(std::move(future)));
   });
-  add(writes, "applied", [](CompletedWrites& self, nb::handle context, nb::handle done, const std::string& table) {
-    self.applied(context_of(context), {nb::cast<int64_t>(done.attr("created")), nb::cast<bool>(done.attr("duplicate"))}, table);
-  }, nb::arg("context"), nb::arg("done"), nb::arg("table"));
-  add(writes, "failed", [](CompletedWrites& self, nb::handle context, nb::handle error) { self.failed(context_of(context), fault_of(error)); });
-  add(writes, "fence", &CompletedWrites::fence, nb::arg("job"), nb::arg("incarnation"), nb::kw_only(), nb::arg("forget"));
+  add(
+      writes, "applied",
+      [](CompletedWrites& self, nb::handle context, nb::handle done, const std::string& table) {
+        self.applied(context_of(context),
+                     {nb::cast<int64_t>(done.attr("created")), nb::cast<bool>(done.attr("duplicate"))}, table);
+      },
+      nb::arg("context"), nb::arg("done"), nb::arg("table"));
+  add(writes, "failed", [](CompletedWrites& self, nb::handle context, nb::handle error) {
+    self.failed(context_of(context), fault_of(error));
+  });
+  add(writes, "fence", &CompletedWrites::fence, nb::arg("job"), nb::arg("incarnation"), nb::kw_only(),
+      nb::arg("forget"));
 }
 
 }  // namespace geartrain

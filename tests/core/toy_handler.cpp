@@ -27,14 +27,15 @@ int64_t ToyHandler::pull(const CallContext&, const std::string& table, const Pul
   for (int64_t i = 0; i < request.count; ++i) {
     if (request.ids[i] < 0) throw Fault("InvalidIds", "id " + std::to_string(request.ids[i]) + " is negative");
     auto* row = reinterpret_cast<float*>(request.rows) + i * request.dim;
-    for (int64_t column = 0; column < request.dim; ++column) row[column] = static_cast<float>(request.ids[i] * 1000 + column);
+    for (int64_t column = 0; column < request.dim; ++column)
+      row[column] = static_cast<float>(request.ids[i] * 1000 + column);
     if (request.present != nullptr) request.present[i] = request.ids[i] % 2 == 0;
   }
   return num_writes();
 }
 
 void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const Asker& asker,
-                      Completion completion, RowsAfter*) {
+                      Completion completion, PostPushRows*) {
   write(table, request.ids, request.count, request.dim, request.gradients, asker, std::move(completion));
 }
 
@@ -71,7 +72,8 @@ void ToyHandler::before_reply(bool) {
 
 bool ToyHandler::await_held(double seconds) {
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return num_held_ > 0 || !later_.empty(); });
+  return changed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                           [this] { return num_held_ > 0 || !later_.empty(); });
 }
 
 void ToyHandler::release() {

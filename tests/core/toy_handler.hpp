@@ -11,14 +11,15 @@
 
 namespace geartrain {
 
-// A pull of table "rows" answers id * 1000 + column as float32, and says that rows of even ids exist. A write there creates as many
-// rows as it has ids. In table "held" every call waits until release(), in "long", too, and others are served meanwhile; in "later" a
-// write is answered at answer_later(). Any other table is TableNotFound. Thread-safe.
+// A pull of table "rows" answers id * 1000 + column as float32, and says that rows of even ids exist. A write there
+// creates as many rows as it has ids. In table "held" every call waits until release(), in "long", too, and others are
+// served meanwhile; in "later" a write is answered at answer_later(). Any other table is TableNotFound. Thread-safe.
 class ToyHandler : public Handler {
  public:
-  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override;
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request,
+               const Asker& asker) override;
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-            Completion completion, RowsAfter* after) override;
+            Completion completion, PostPushRows* after) override;
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
               Completion completion) override;
   void before_reply(bool has_writes) override;
@@ -34,8 +35,8 @@ class ToyHandler : public Handler {
   double sum_written();  // of all numbers
 
  private:
-  void write(const std::string& table, const int64_t* ids, int64_t count, int64_t dim, const char* rows, const Asker& asker,
-             Completion completion);
+  void write(const std::string& table, const int64_t* ids, int64_t count, int64_t dim, const char* rows,
+             const Asker& asker, Completion completion);
   void enter(const std::string& table, const Asker& asker);
 
   std::mutex mutex_;

@@ -33,7 +33,7 @@ ROLES = ("worker", "shard", "scheduler", "members")
 MODES = ("async", "ssp:4")
 _RANDOM_COUNT, _RANDOM_BATCH = 20_000, 250
 """Of a random run: it lasts for seconds, and its AUC is settled."""
-_MOST_AUC = 0.002
+_MAX_AUC = 0.002
 """By which it may differ from the same run undisturbed."""
 _DEADLINE_SECONDS = 120.0
 
@@ -300,7 +300,7 @@ def run(seed: int, folder: Path) -> int:
             auc = job.outcome().auc
         undisturbed = undisturbed or auc
         print(f"{mode}, seed {seed}, {role or 'undisturbed'}: AUC {auc:.4f}", flush=True)
-        assert abs(auc - undisturbed) <= _MOST_AUC, f"{role}: AUC {auc:.4f}, and undisturbed {undisturbed:.4f}"
+        assert abs(auc - undisturbed) <= _MAX_AUC, f"{role}: AUC {auc:.4f}, and undisturbed {undisturbed:.4f}"
     return len(ROLES)
 
 

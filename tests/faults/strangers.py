@@ -50,7 +50,7 @@ from tests.unit.ams.server.test_frames_of_strangers import LARGE, TABLES, lie
 HONEST, HONEST_ROWS, HONEST_DIM = "honest", 10_000, 16
 RATE, WINDOW_SECONDS, WINDOWS = 100.0, 1.0, 8
 """Attacks a second while it is measured what they take from the honest client; a window with them, one without."""
-MOST_MORE_BYTES, MOST_MORE_FILES = 64 << 20, 16
+MAX_MORE_BYTES, MAX_MORE_FILES = 64 << 20, 16
 """That a role may have at the end, beside what it had after the first half."""
 _SECONDS = 30.0
 _PAUSE_SECONDS = 0.01
@@ -504,9 +504,9 @@ def require_flat(outcome: Outcome) -> None:
     """Raises AssertionError: a role has more memory or open files at the end than after the first half."""
     for role, mib in outcome.memory.items():
         middle = len(mib) // 2 + 1
-        assert mib[-1] - max(mib[:middle]) < MOST_MORE_BYTES >> 20, f"{role} grows: {mib} MiB"
+        assert mib[-1] - max(mib[:middle]) < MAX_MORE_BYTES >> 20, f"{role} grows: {mib} MiB"
         files = outcome.files[role]
-        assert files[-1] - max(files[:middle]) < MOST_MORE_FILES, f"{role} keeps files open: {files}"
+        assert files[-1] - max(files[:middle]) < MAX_MORE_FILES, f"{role} keeps files open: {files}"
 
 
 def strangers(seed: int, folder: Path) -> int:

@@ -50,10 +50,10 @@ SPECS = (
 _HAS_SHM = Path("/dev/shm").is_dir()
 ALL_IDS = np.arange(NUM_IDS, dtype=np.int64)
 
-MOST_FATES = 5
+MAX_FATES = 5
 _DIGITS: tuple[Fate, ...] = ("deliver", "deliver", *FATES)
 # One number for each choice: hypothesis draws those several times faster than lists.
-fates = st.just(0) | st.integers(0, len(_DIGITS) ** MOST_FATES - 1)
+fates = st.just(0) | st.integers(0, len(_DIGITS) ** MAX_FATES - 1)
 tables = st.sampled_from([spec.name for spec in SPECS])
 ids = st.integers(1, 2**NUM_IDS - 1)
 small = st.integers(0, 2**32 - 1)
@@ -61,7 +61,7 @@ small = st.integers(0, 2**32 - 1)
 
 def script_of(number: int) -> list[Fate]:
     """Return the fates that a number stands for; 0 is none."""
-    return [_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(MOST_FATES)]
+    return [_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(MAX_FATES)]
 
 
 def ids_of(number: int) -> list[int]:

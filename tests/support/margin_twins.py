@@ -71,8 +71,8 @@ class MarginTwin:
                 own = torch.cos(angle) - (margin.margin + margin.margin * quality)
             case gt.MagFace():
                 length = norms.clamp(margin.shortest, margin.longest)
-                rise = (margin.largest_margin - margin.least_margin) / (margin.longest - margin.shortest)
-                own = torch.cos(theta + rise * (length - margin.shortest) + margin.least_margin)
+                rise = (margin.largest_margin - margin.min_margin) / (margin.longest - margin.shortest)
+                own = torch.cos(theta + rise * (length - margin.shortest) + margin.min_margin)
                 penalty = margin.regulariser * (length / margin.longest**2 + 1 / length).mean()
             case gt.ElasticArcFace():
                 own = torch.cos(theta + margin.for_batch(margin_batch(norms, labels, step=step)).margins_B)

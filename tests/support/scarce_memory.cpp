@@ -1,4 +1,5 @@
-// Preloaded, it refuses memory to what is compiled in C++: to one thread by its name, from its n-th request on, so many times.
+// Preloaded, it refuses memory to what is compiled in C++: to one thread by its name, from its n-th request on, so many
+// times.
 #include <pthread.h>
 
 #include <atomic>

@@ -22,7 +22,7 @@ from geartrain.workers.models.saved_model import write_arrays
 
 FILE = "pictures.safetensors"
 _PICTURES = "pictures"
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 
 Bitmaps = npt.NDArray[np.uint8]
 
@@ -35,7 +35,7 @@ def write_class_pictures(
     ``take(places)`` returns images [n, 1, S, S]. Writes no file where the names are characters, which show themselves,
     or where it would be larger than 64 MiB.
     """
-    if all(len(name) == 1 for name in names) or len(names) * size * size > _MOST_BYTES:
+    if all(len(name) == 1 for name in names) or len(names) * size * size > _MAX_BYTES:
         return
     labels, places = np.unique(labels_N, return_index=True)
     pictures = np.zeros((len(names), size, size), np.uint8)

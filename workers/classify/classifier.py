@@ -19,7 +19,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.best import IMPRINTED, START, TRAINED, BestModel
-from geartrain.workers.classify.graph_lines import GraphLines
+from geartrain.workers.classify.graph_progress import GraphProgressPrinter
 from geartrain.workers.classify.report import Evaluation
 from geartrain.workers.classify.sweep import SWEEP, found_rate
 from geartrain.workers.classify.trainer import ImageTrainer
@@ -85,7 +85,7 @@ class Classifier(ImageTrainer):
             head.to(device)
             if attempt.snapshot is not None:
                 head.restore(attempt.snapshot.path)
-        head.select.report_progress(GraphLines(len(names), attempt.print_line))
+        head.select.report_progress(GraphProgressPrinter(len(names), attempt.print_line))
         super().__init__(
             backbone=backbone,
             head=head,

@@ -12,7 +12,7 @@ from geartrain.ams.values.errors import NonFinite
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 """Norm layers, which stay in float32: their sums and variances exceed the range of float16."""
-_LEAST_SCALE = 2.0**-14
+_MIN_SCALE = 2.0**-14
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -25,9 +25,9 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Lower the scale after a skipped step, or raise it after many others."""
         super().update(new_scale)
-        if self.get_scale() < _LEAST_SCALE:
+        if self.get_scale() < _MIN_SCALE:
             raise NonFinite(
-                f"the gradients hold NaN or infinity in float16 at every scale of the loss down to {_LEAST_SCALE:g}; "
+                f"the gradients hold NaN or infinity in float16 at every scale of the loss down to {_MIN_SCALE:g}; "
                 "lower the learning rates, or train with dtype=float16_masters or bfloat16"
             )
 

@@ -34,9 +34,9 @@ from geartrain.workers.recipes.recipe import FccsSettings, Recipe, head_of
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
 SWEEP = "sweep.json"
 """File of the trials of learning rates, in the run's folder."""
-MOST_CLASSES = 1 << 16
+MAX_CLASSES = 1 << 16
 """Most classes: the copies of more rows would take too much memory and time of this process."""
-MOST_IMAGES = 2000
+MAX_IMAGES = 2000
 """Most validation images of one trial."""
 
 
@@ -59,13 +59,13 @@ def found_rate(
 ) -> float:
     """Return the factor of the recipe's learning rates that short trials found best; store the trials in ``out``."""
     recipe, num_classes = trainer.recipe, trainer.head.num_classes
-    if validation is None or trainer.ranks.world_size > 1 or num_classes > MOST_CLASSES:
+    if validation is None or trainer.ranks.world_size > 1 or num_classes > MAX_CLASSES:
         why = (
             "there is no validation"
             if validation is None
             else f"{trainer.ranks.world_size} ranks train together"
             if trainer.ranks.world_size > 1
-            else f"there are more than {MOST_CLASSES:,} classes"
+            else f"there are more than {MAX_CLASSES:,} classes"
         )
         say(f"No trials of learning rates, since {why}: it is {recipe.lr:g}; --set lr=RATE gives another")
         return recipe.rate
@@ -132,7 +132,7 @@ def _loss_after(
         )
         try:
             finished = trainer.run(stop=stop)
-            return _validation_loss(trainer, every_nth(validation, MOST_IMAGES)) if finished else None
+            return _validation_loss(trainer, every_nth(validation, MAX_IMAGES)) if finished else None
         except NonFinite:
             return math.inf
 

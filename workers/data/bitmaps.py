@@ -24,7 +24,7 @@ INK_THRESHOLD = 40
 """Brightness of 255 above which a pixel counts as ink, on a dark ground."""
 MARGIN = 1
 """Pixels left free on each side of the ink."""
-LEAST_ASPECT = 0.5
+MIN_ASPECT = 0.5
 """Least ratio of the short side to the long one at which a flat or narrow shape is scaled."""
 MAX_PIXELS = 16 << 20
 """Most pixels of a decoded picture; each takes up to 16 bytes. JPEGs up to 4 times as large are decoded at half
@@ -124,7 +124,7 @@ def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
         return None
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     height, width = int(bottom - top), int(right - left)
-    least = max(1, int(LEAST_ASPECT * max(height, width)))
+    least = max(1, int(MIN_ASPECT * max(height, width)))
     inner = size - 2 * MARGIN
     new_height = max(1, round(inner * height / max(height, least)))
     new_width = max(1, round(inner * width / max(width, least)))

@@ -34,7 +34,7 @@ _IMAGE_HEADER = struct.Struct("<IfQQ")
 _LENGTH_BITS = 29
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _EXACT_FLOATS = 1 << 24
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 
 
 def records_of(data: Path) -> Path | None:
@@ -91,7 +91,7 @@ def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
     offsets: set[int] = set()
     for number, line in enumerate(index.read_bytes().splitlines(), 1):
         fields = line.split()
-        if len(fields) != 2 or not all(field.isdigit() and len(field) < _MOST_DIGITS for field in fields):
+        if len(fields) != 2 or not all(field.isdigit() and len(field) < _MAX_DIGITS for field in fields):
             raise InvalidArgument(f"{index}, line {number}, is {line!r:.80}; it must be 'key<tab>offset'")
         key, offset = map(int, fields)
         if offset % 4 or offset + _HEAD.size > size:

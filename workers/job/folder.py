@@ -108,7 +108,7 @@ def has_snapshot(run: Run) -> bool:
     return bool(list_snapshots(run.snapshots))
 
 
-def saved_in(out: Path, snapshots: str | None = None, *, go_on: str) -> str | None:
+def resume_hint(out: Path, snapshots: str | None = None, *, go_on: str) -> str | None:
     """Return a sentence with the step of the newest snapshot of the run in ``out``, and how to resume; None: no
     snapshot.
 

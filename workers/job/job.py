@@ -43,12 +43,12 @@ from geartrain.workers.job.folder import (
     require_new_run,
     require_new_snapshots,
     require_one_process,
-    saved_in,
+    resume_hint,
     sole_trainer,
 )
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.keys import gone_on_with
-from geartrain.workers.job.metrics import exported_at
+from geartrain.workers.job.metrics import serve_job_metrics
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import TrainingRun
@@ -81,7 +81,7 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
         if is_first:
             console.print(line, highlight=False, soft_wrap=True)
 
-    with interruption() as stop, exported_at(options.metrics if is_first else None, say):
+    with interruption() as stop, serve_job_metrics(options.metrics if is_first else None, say):
         if options.joins:
             return _join(trainer_class, options, console, stop)
         options, ended = _with_its_run(trainer_class, options, say)
@@ -253,7 +253,7 @@ def _run_to_the_end(
     is_alone = "WORLD_SIZE" not in os.environ or _shares(options)
     while True:
         if options.resume:
-            stop.saved = partial(saved_in, options.out, go_on=options.continue_command())
+            stop.saved = partial(resume_hint, options.out, go_on=options.continue_command())
         try:
             return _run_once(trainer_class, options, console, started, loss, stop)
         except Stopped:
@@ -323,7 +323,7 @@ def _run_on(
             stack.enter_context(sole_trainer(options.out))  # a run that resumes in a cluster is fenced there
         snapshot, state = None, None
         if options.resume:
-            stop.saved = partial(saved_in, options.out, go_on=options.continue_command(ranks.launcher))
+            stop.saved = partial(resume_hint, options.out, go_on=options.continue_command(ranks.launcher))
             run = read_run(options.out)
             # One rank looks for the newest: a snapshot that appears meanwhile must not divide them.
             first = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback) if ranks.is_first else None

@@ -114,7 +114,7 @@ COUNTERS = JobCounters()
 
 
 @contextmanager
-def exported_at(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
+def serve_job_metrics(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     """Serve Prometheus metrics at ``address`` inside the context, and print the address; None: do nothing.
 
     Raises ConfigError: the address cannot be bound, strangers could reach it, or prometheus_client is not installed.

@@ -21,7 +21,7 @@ from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.defaults import default_optimizer
 from geartrain.bridge.head.loss.config import HeadConfig
-from geartrain.bridge.head.loss.sub_centers import check_sub_centers, require_margin
+from geartrain.bridge.head.loss.sub_centers import checked_sub_centers, require_margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.optim.batch_plan import BatchRamp
 from geartrain.bridge.optim.lars import LARS
@@ -198,7 +198,7 @@ class Recipe:
             raise ConfigError(
                 f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number of steps"
             )
-        check_sub_centers(self.sub_centers, self.dim, selection_of(self), 0.0)
+        checked_sub_centers(self.sub_centers, self.dim, selection_of(self), 0.0)
         require_margin(margin_of(self.margin), self.sub_centers)
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")

@@ -40,14 +40,14 @@ class LateLabels:
     time: str = "time"
     """Column of the times, in seconds."""
     click: str = "click"
-    most_waiting: int = 1_000_000
+    max_waiting: int = 1_000_000
     """Most waiting impressions of a stream: beyond that the oldest is returned as it is."""
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument that names the value."""
         if not 0 < real_number("window_seconds", self.window_seconds) < math.inf:
             raise InvalidArgument(f"window_seconds is {self.window_seconds}; it must be above 0, and finite")
-        integer("most_waiting", self.most_waiting, 1)
+        integer("max_waiting", self.max_waiting, 1)
 
 
 class _Waiting:
@@ -202,7 +202,7 @@ class LabelledBatches:
         for stream, waiting in self._waiting.items():
             is_open = waiting.newest <= waiting.times + self._labels.window_seconds
             found[stream] = int(is_open.argmax()) if is_open.any() else len(is_open)
-            found[stream] = max(found[stream], len(is_open) - self._labels.most_waiting)
+            found[stream] = max(found[stream], len(is_open) - self._labels.max_waiting)
         return found
 
     def _batch(self, ready: Mapping[int, int]) -> SampleBatch | None:

@@ -24,7 +24,7 @@ from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".parquet", ".pq")
 _FOOTERS_AT_ONCE = 8
-_MOST_WHOLE, _SLICE_ROWS, _BUFFER_BYTES = 131_072, 65_536, 1 << 20
+_MAX_WHOLE, _SLICE_ROWS, _BUFFER_BYTES = 131_072, 65_536, 1 << 20
 """Largest row group that is read whole; of larger ones, rows, and bytes of a column, that are read at once."""
 _NAME = re.compile(r"(.+)\.[\w-]+\.parquet")
 _PLAIN = ("",)
@@ -106,7 +106,7 @@ class ParquetRows:
     def read(self, part: int) -> Rows:
         """Read a row group. Raises SourceDamaged."""
         file_set, group = self._groups[part]
-        if not self.is_tree and self.part_rows[part] > _MOST_WHOLE:
+        if not self.is_tree and self.part_rows[part] > _MAX_WHOLE:
             return _LargeGroup(file_set[""], group, self._plans[""])
         *outer_levels, last = self.levels
         outer: dict[str, tuple[Any, Ids]] = {}

@@ -21,7 +21,7 @@ from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, r
 from geartrain.workers.ctr.trainer import EmbeddingTrainer
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt
-from geartrain.workers.tdm.liked import HISTORY, liked_of, recall
+from geartrain.workers.tdm.clicked_items import HISTORY, recall, split_clicks
 from geartrain.workers.tdm.recipe import CUTS, TdmRecipe
 
 NODE, NODE_WEIGHT = "node", "node_weight"
@@ -37,7 +37,7 @@ class TreeTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples]) -> None:
         source, samples = data
         recipe: TdmRecipe = attempt.options.recipe
-        self._liked = liked = liked_of(samples, recipe)
+        self._liked = liked = split_clicks(samples, recipe)
         require_free(liked.user_fields, (HISTORY, NODE, NODE_WEIGHT))
         self._recalls: list[dict[str, Any]] = []
         torch.manual_seed(recipe.seed)

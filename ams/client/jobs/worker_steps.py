@@ -88,21 +88,21 @@ class JobSteps:
         with suppress(SchedulerUnavailable):
             self._report(once=True)
 
-    def wait(self, most_ahead: int, seconds: float) -> None:
-        """Wait until it is at most ``most_ahead`` steps ahead of the slowest.
+    def wait(self, max_ahead: int, seconds: float) -> None:
+        """Wait until it is at most ``max_ahead`` steps ahead of the slowest.
 
         Raises WorkerStalled after ``seconds``, SchedulerUnavailable, StaleClient.
         """
         start, warned, pause = time.monotonic(), _WARN_SECONDS, 0.0
-        while self.ahead > most_ahead:
+        while self.ahead > max_ahead:
             waited = time.monotonic() - start
             if waited >= seconds:
                 raise WorkerStalled(
-                    f"{self._waits(most_ahead)}. That took {waited:.0f} s. If one is stuck, end it: its lease ends "
+                    f"{self._waits(max_ahead)}. That took {waited:.0f} s. If one is stuck, end it: its lease ends "
                     f"{self._known.lease_seconds:g} s later. Or call step() again, which continues to wait"
                 )
             if waited >= warned:
-                logger.warning("%s", self._waits(most_ahead))
+                logger.warning("%s", self._waits(max_ahead))
                 warned *= 2
             began = time.monotonic()
             time.sleep(max(0.0, min(pause, seconds - waited)))
@@ -116,11 +116,11 @@ class JobSteps:
         if renewal is not None:
             renewal.stop()
 
-    def _waits(self, most_ahead: int) -> str:
+    def _waits(self, max_ahead: int) -> str:
         slow = [f"{them.worker!r} ({them.done} done, since {them.seconds:.0f} s)" for them in self._known.slow]
         return (
             f"worker {self._who.worker!r} of job {self._who.job!r} has done {counted(self.done, 'step')} and may be "
-            f"{most_ahead} ahead of the slowest: it waits for {', '.join(slow) or 'those whom the scheduler must hear'}"
+            f"{max_ahead} ahead of the slowest: it waits for {', '.join(slow) or 'those whom the scheduler must hear'}"
         )
 
     def _report(self, *, once: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.arguments import checked_time, integer, real_number
+from geartrain.ams.values.arguments import check_time, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.shard_messages import SyncGroup
 
@@ -63,7 +63,7 @@ def clock_of(given: StepOptions) -> tuple[int | None, float | None]:
         seconds = real_number("unix_seconds", seconds)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise InvalidArgument(f"unix_seconds is {seconds!r}; it must be finite and >= 0, as time.time() is")
-        checked_time(seconds, "this process")
+        check_time(seconds, "this process")
     return step, seconds
 
 

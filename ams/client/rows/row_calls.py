@@ -25,9 +25,9 @@ from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 
-_MOST_SENT_BYTES = 256 << 10
+_MAX_SENT_BYTES = 256 << 10
 """Most bytes that a non-blocking caller sends by itself; larger requests are sent in the background."""
-_MOST_PULLED_BYTES = 512 << 20
+_MAX_PULLED_BYTES = 512 << 20
 """Most bytes of one request; larger pulls are split."""
 WriteOutcome = Done | BaseException
 """A shard's answer to its part of a write, or the error."""
@@ -84,7 +84,7 @@ class RowCalls:
 
         ``present`` is None for rows of several arrays. Raises the first error of a shard.
         """
-        if not isinstance(out, ScatteredRows) and out.nbytes > _MOST_PULLED_BYTES and len(ids) > 1:
+        if not isinstance(out, ScatteredRows) and out.nbytes > _MAX_PULLED_BYTES and len(ids) > 1:
             self._pull_in_pieces(table, ids, out, present, required_sync)
             return
         left, refused = self._first_attempt(self._attempt_pull, table, ids, out, present, required_sync)
@@ -133,7 +133,7 @@ class RowCalls:
         present: npt.NDArray[np.bool_] | None,
         required_sync: SyncGroup | None,
     ) -> None:
-        for part in np.array_split(np.arange(len(ids)), -(-out.nbytes // _MOST_PULLED_BYTES)):
+        for part in np.array_split(np.arange(len(ids)), -(-out.nbytes // _MAX_PULLED_BYTES)):
             where = slice(part[0], part[-1] + 1)
             some = None if present is None else present[where]
             self.pull(table, ids[where], out[where], present=some, required_sync=required_sync)
@@ -170,7 +170,7 @@ class RowCalls:
         Returns, for each table, the writes that every shard had applied to it; -1: not asked, or unknown. Raises the
         first error of a shard; the rows of shards that answered are then read.
         """
-        if sum([out.nbytes for _, _, out in pulls]) > _MOST_PULLED_BYTES:
+        if sum([out.nbytes for _, _, out in pulls]) > _MAX_PULLED_BYTES:
             for table, ids, out in pulls:
                 self.pull(table, ids, out)
             return [[-1] * self._retries.view.num_shards for _ in pulls]
@@ -188,7 +188,7 @@ class RowCalls:
         """Return whether a request of ``num_bytes``, reply included, suits :meth:`start`: it is small, and every shard
         is connected. Shards of this process need no sending.
         """
-        return self._retries.remote and num_bytes <= _MOST_SENT_BYTES and not self._retries.unconnected
+        return self._retries.remote and num_bytes <= _MAX_SENT_BYTES and not self._retries.unconnected
 
     def start(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
         """Start a call without waiting for it, as :meth:`RowFutures.start`."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.storage.export.versions import newest_version, route_to
+from geartrain.ams.storage.export.versions import increments_to, newest_version
 from geartrain.ams.storage.snapshot.chain import Buckets
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED, FileEntry
@@ -130,13 +130,13 @@ class FollowedTables:
         moment = "" if self._at is None else self._at.manifest.moment_id
         if newest is None or newest.manifest.moment_id == moment:
             return
-        for step in route_to(newest, moment):
+        for step in increments_to(newest, moment):
             self._apply(step)
 
     def _skip_to_base(self) -> bool:
         """Continue from a base newer than the present version, whatever lies between; return whether there is one."""
         newest = newest_version(self.root)
-        steps = [] if newest is None else route_to(newest, "")
+        steps = [] if newest is None else increments_to(newest, "")
         if not steps or (self._at is not None and steps[0].manifest.step <= self.version):
             return False
         for step in steps:

@@ -26,7 +26,7 @@ from geartrain.ams.graph.building.acceptance import Refiner
 from geartrain.ams.graph.building.build_progress import PartFolder
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import BlockProducts, CoreProducts, Recall
-from geartrain.ams.graph.building.rows import Floats, RowSource, UnitBlocks, checked_size
+from geartrain.ams.graph.building.rows import Floats, RowSource, UnitBlocks, check_size
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import Cancelled, InvalidArgument
 
@@ -93,7 +93,7 @@ def build_graph(
         Cancelled: ``cancelled`` was true; finished work is in ``resume``.
         ConfigError, StateFailed: The folder cannot be used or written.
     """
-    checked_size(source)
+    check_size(source)
     if k < 1:
         raise InvalidArgument(f"k is {k}; it must be at least 1")
     num_threads = CoreProducts(num_threads).num_threads

@@ -195,7 +195,7 @@ class UnitBlocks:
         return rows
 
 
-def checked_size(source: RowSource) -> None:
+def check_size(source: RowSource) -> None:
     """Raise InvalidArgument unless the source has at least one row and column, and at most 2**31 rows."""
     if not 1 <= source.num_rows <= 2**31:
         raise InvalidArgument(f"the source has {source.num_rows} rows; an exact graph is built of 1 to 2**31 rows")

@@ -323,7 +323,7 @@ class Graphs:
                     self._loaded[table] = found
         if found is not None:
             incarnations = self._incarnations() if incarnations is None else incarnations
-            if self._is_of_another(found[1], incarnations.get(table, 0)):
+            if self._is_stale(found[1], incarnations.get(table, 0)):
                 self._drop(table, found[1])
                 found = None
         if found is None:
@@ -334,7 +334,7 @@ class Graphs:
         return found
 
     @staticmethod
-    def _is_of_another(rows: RowsVersion, incarnation: int) -> bool:
+    def _is_stale(rows: RowsVersion, incarnation: int) -> bool:
         """Return whether a graph is of another table than ``incarnation``, as far as both are known (0: not)."""
         return rows.table_incarnation != 0 and incarnation not in (0, rows.table_incarnation)
 

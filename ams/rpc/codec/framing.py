@@ -48,7 +48,7 @@ class ReplyRoom:
     def __init__(self, num_rows: int, dim: int, dtype: np.dtype[Any]) -> None:
         num_bytes = num_rows * dim * dtype.itemsize
         prefix = _tag(LAST_RAW_FIELD) + _varint(num_bytes)
-        self.data, room = ops.bytes_with_room(_padding(len(prefix)) + prefix, num_bytes + _FIXED64.size)
+        self.data, room = ops.alloc_bytes(_padding(len(prefix)) + prefix, num_bytes + _FIXED64.size)
         """Message, complete once all of it is written."""
         self.rows: npt.NDArray[Any] = room[:num_bytes].view(dtype).reshape(num_rows, dim)
         """View of the rows in the message."""

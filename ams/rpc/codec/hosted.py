@@ -71,7 +71,7 @@ def decode_computed(data: bytes) -> Computed | Done:
     return Computed(arrays=arrays)
 
 
-def inputs_from(inputs: Sequence[shard_pb2.HostedInputs], raw: memoryview | None) -> tuple[HostedInputs, ...]:
+def decode_inputs(inputs: Sequence[shard_pb2.HostedInputs], raw: memoryview | None) -> tuple[HostedInputs, ...]:
     """Decode the inputs of all batches. Raises ProtocolError, InvalidArgument, InvalidRows."""
     if len(inputs) > MAX_BATCHES:
         raise InvalidArgument(f"{len(inputs)} batches in one request; at most {MAX_BATCHES}. Step more often")

@@ -78,7 +78,7 @@ _STREAMS = _places("caller.stream", "context.stream", "group.job", "event.job")
 _LEASE = f"/{SCHEDULER.name}/LeaseStreams"
 _FREEZE = f"/{SHARD.name}/Freeze"
 _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
-_MOST_FREEZES = 65_536
+_MAX_FREEZES = 65_536
 
 
 class RequiredRights(NamedTuple):
@@ -120,7 +120,7 @@ class FreezeTables:
         """Record an allowed request."""
         with self._lock:
             self._tables[asked.freeze] = {*self._tables.pop(asked.freeze, ()), *asked.tables}
-            if len(self._tables) > _MOST_FREEZES:
+            if len(self._tables) > _MAX_FREEZES:
                 del self._tables[next(iter(self._tables))]
 
 

@@ -91,9 +91,9 @@ class GrpcServer:
             raise ConfigError(_refusal(listen, host, port))
         self.address = format_address(host, bound)
         self._health = health.HealthServicer()
-        self._health_lane = CallThreads(_HEALTH_THREADS, "grpc-health")
+        self._health_pool = CallThreads(_HEALTH_THREADS, "grpc-health")
         # A server all of whose threads wait must still answer health checks.
-        self._health.Check = _on_lane(self._health.Check, self._health_lane)  # type: ignore[method-assign]
+        self._health.Check = _on_lane(self._health.Check, self._health_pool)  # type: ignore[method-assign]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
         self._has_reflection = reflection
@@ -189,9 +189,9 @@ class GrpcServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
         self._waiting.close()
-        for threads in (self.calls, self._health_lane):
+        for threads in (self.calls, self._health_pool):
             threads.close()
-        self._health_lane.shutdown(wait=False)
+        self._health_pool.shutdown(wait=False)
 
 
 class _WaitingCallsHandler(grpc.GenericRpcHandler):

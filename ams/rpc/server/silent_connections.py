@@ -20,7 +20,7 @@ _POLL_SECONDS, _LOOK_SHARE = 1.0, 0.02
 _GONE_SECONDS = 10.0
 """gRPC's time limit of a handshake."""
 _WARN_SECONDS = 60.0
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 class SilentConnections:
@@ -75,8 +75,8 @@ class SilentConnections:
                 return
             self._warn_at = time.monotonic() + _WARN_SECONDS
             gone, self._gone = self._gone, Counter()
-        named = ", ".join(f"{host} ({count} seen)" for host, count in gone.most_common(_MOST_NAMED))
-        more = f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""
+        named = ", ".join(f"{host} ({count} seen)" for host, count in gone.most_common(_MAX_NAMED))
+        more = f" and {len(gone) - _MAX_NAMED} more" if len(gone) > _MAX_NAMED else ""
         logger.warning(
             "refused: connections to port %d from %s%s ended without a call: a process there shows no certificate, an "
             "expired one or one of another authority, or rejects the one of this role (check with 'geartrain health')",

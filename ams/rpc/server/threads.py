@@ -24,7 +24,7 @@ from geartrain.ams.values.config import MIB
 READING_BYTES = 256 * MIB
 """Bytes of messages read at once, for calls without a lane: as many calls read as fit a message of max_message_bytes
 each into it, but at most 8 and at least 2."""
-_LEAST_READING, _MOST_READING = 2, 8
+_MIN_READING, _MAX_READING = 2, 8
 MESSAGE_SECONDS = 30.0
 """Longest time for a message to arrive."""
 _CROWDED_SECONDS = 2.0
@@ -62,16 +62,16 @@ def message_is_here() -> None:
 
 
 class CallThreads(ThreadPoolExecutor):
-    """Threads for ``most_calls`` working calls of a server, and for those that read their messages: two at once on a
+    """Threads for ``max_calls`` working calls of a server, and for those that read their messages: two at once on a
     lane, whose messages are small, or as many as ``max_message_bytes`` leaves room for.
 
     Thread-safe.
     """
 
-    def __init__(self, most_calls: int, name: str, max_message_bytes: int = READING_BYTES) -> None:
-        self.most_reading = min(max(READING_BYTES // max_message_bytes, _LEAST_READING), _MOST_READING)
-        super().__init__(most_calls + self.most_reading, thread_name_prefix=name)
-        self._slots = threading.Semaphore(most_calls)
+    def __init__(self, max_calls: int, name: str, max_message_bytes: int = READING_BYTES) -> None:
+        self.max_reading = min(max(READING_BYTES // max_message_bytes, _MIN_READING), _MAX_READING)
+        super().__init__(max_calls + self.max_reading, thread_name_prefix=name)
+        self._slots = threading.Semaphore(max_calls)
         self._changed = threading.Condition()
         self._line: list[_Call] = []
         self._reading: set[_Call] = set()
@@ -88,7 +88,7 @@ class CallThreads(ThreadPoolExecutor):
             return super().submit(self._work, fn, args, kwargs)
         call = _Call(handle, partial(fn, *args, **kwargs))
         with self._changed:
-            if not self._line and len(self._reading) < self.most_reading // 2:  # no client has too many
+            if not self._line and len(self._reading) < self.max_reading // 2:  # no client has too many
                 self._reading.add(call)
                 return super().submit(self._run, call)
             self._line.append(call)
@@ -114,7 +114,7 @@ class CallThreads(ThreadPoolExecutor):
 
     def _start_queued(self) -> None:
         """Start reading the next queued calls, as far as the limits allow."""
-        while self._line and len(self._reading) < self.most_reading:
+        while self._line and len(self._reading) < self.max_reading:
             of_peer = Counter(reading.peer for reading in self._reading)
             of_host = Counter(map(_host, of_peer.elements()))
 
@@ -124,7 +124,7 @@ class CallThreads(ThreadPoolExecutor):
 
             call = min(self._line, key=rank)
             _, others_of_host, others_of_peer = rank(call)
-            if others_of_peer and others_of_host >= self.most_reading // 2:
+            if others_of_peer and others_of_host >= self.max_reading // 2:
                 return
             self._line.remove(call)
             self._reading.add(call)
@@ -149,7 +149,7 @@ class CallThreads(ThreadPoolExecutor):
 
     def _backoff(self, place: int) -> float:
         """Return how long a call may read while ``place`` calls that began earlier read."""
-        if not self._line or place < self.most_reading // 2:
+        if not self._line or place < self.max_reading // 2:
             return MESSAGE_SECONDS
         return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _POLL_SECONDS)
 

@@ -77,7 +77,7 @@ def version(root: str | Path, number: int) -> Snapshot:
     raise SnapshotNotFound(f"version {number} is not in {root}, which holds {there}")
 
 
-def route_to(newest: Snapshot, moment_id: str) -> list[Snapshot]:
+def increments_to(newest: Snapshot, moment_id: str) -> list[Snapshot]:
     """Return the way to ``newest`` from the moment that somebody has (empty: from nothing), in the order in which
     versions are applied; the first one may be a base, which takes the place of all rows.
 
@@ -92,7 +92,7 @@ def route_to(newest: Snapshot, moment_id: str) -> list[Snapshot]:
         parent = at.manifest.parent
         if parent is None:
             base = base or list(steps)  # the newest one
-            older = _before_it_was_compacted(at) if moment_id else None
+            older = _compaction_source(at) if moment_id else None
             if older is None:
                 return base[::-1]
             steps.pop()
@@ -135,7 +135,7 @@ def _opened(folder: Place) -> Snapshot:
         raise SnapshotDamaged(f"{folder} is missing: a version was removed that another one adds to") from exc
 
 
-def _before_it_was_compacted(whole: Snapshot) -> Snapshot | None:
+def _compaction_source(whole: Snapshot) -> Snapshot | None:
     """The version that a base was compacted from, if it is there still."""
     name = name_of(whole.path)
     if whole.manifest.moment is None or not name.endswith(_WHOLE):

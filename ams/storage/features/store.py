@@ -22,7 +22,7 @@ from geartrain.ams.values.specs import Ids
 SEAL_BYTES = 8
 DEFAULT_RECORD_SECONDS = 86_400.0
 _NAMESPACE_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/")
-_MOST_NAMESPACE = 100
+_MAX_NAMESPACE = 100
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class FeatureStore(Protocol):
 
 def checked_namespace(namespace: str) -> str:
     """Return it if it is legal, else raise InvalidArgument."""
-    if not 1 <= len(namespace) <= _MOST_NAMESPACE or not _NAMESPACE_CHARACTERS.issuperset(namespace):
+    if not 1 <= len(namespace) <= _MAX_NAMESPACE or not _NAMESPACE_CHARACTERS.issuperset(namespace):
         raise InvalidArgument(
-            f"namespace is {namespace!r}; it must be 1 to {_MOST_NAMESPACE} letters, digits and ._-/ characters"
+            f"namespace is {namespace!r}; it must be 1 to {_MAX_NAMESPACE} letters, digits and ._-/ characters"
         )
     return namespace
 

@@ -26,13 +26,13 @@ from geartrain.ams.values.text import counted
 BLOCK_BYTES = 8 << 20
 """Target size of a block, by which a caller cuts its rows: a shard holds three in memory while it writes."""
 
-_MOST_RANGES = 8
+_MAX_RANGES = 8
 """Ranges of buckets that a shard writes its rows of a table in, at most. On another number of shards a range at a new
 border is read twice: an eighth of all rows."""
 _BYTES_PER_RANGE = 32
 """Of a row, for each range after the first: a range is one more look, of some 30 ns, at every row not written yet."""
 
-_OF_EACH_ROW = ("ids", "rows", "slots", "steps", "seen_steps", "seen_seconds", "counts")
+_PER_ROW_ARRAYS = ("ids", "rows", "slots", "steps", "seen_steps", "seen_seconds", "counts")
 
 
 def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
 
     Ranges are of about equal size, blocks of about BLOCK_BYTES, and so that a range has no small rest.
     """
-    num_ranges = min(_MOST_RANGES, 1 + row_bytes // _BYTES_PER_RANGE, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
+    num_ranges = min(_MAX_RANGES, 1 + row_bytes // _BYTES_PER_RANGE, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
     rows_each = num_rows / num_ranges
     num_blocks = max(1, round(rows_each * row_bytes / BLOCK_BYTES))
     return num_ranges, max(1, int(1.05 * rows_each / num_blocks))  # hashed ids are not quite evenly spread
@@ -66,7 +66,7 @@ def write_block(
     not C-contiguous or not in native byte order a copy is. Raises InvalidArgument, and SnapshotFailed if the disk fails
     or the snapshot was abandoned; then no block is left.
     """
-    num_rows = _require_block(arrays)
+    num_rows = _checked_num_rows(arrays)
     path = block_path(kind, table, shard, index)
     return _write(
         staging_path,
@@ -145,7 +145,7 @@ def read_block(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes
             name: np.frombuffer(view["data"], DTYPES[view["dtype"]]).reshape(view["shape"])
             for name, view in deserialize(data)  # type: ignore[no-untyped-call]
         }
-        num_rows = _require_block(arrays)
+        num_rows = _checked_num_rows(arrays)
     except (SafetensorError, KeyError, ValueError) as exc:
         raise damaged(folder, entry, f"it is not a block of this version ({exc})") from exc
     if num_rows != entry.num_rows:
@@ -191,13 +191,13 @@ def _write(staging_path: str, snapshot_id: str, *parts: bytes | memoryview, path
     return entry
 
 
-def _require_block(arrays: Mapping[str, np.ndarray]) -> int:
+def _checked_num_rows(arrays: Mapping[str, np.ndarray]) -> int:
     """Return the length of ``ids``, or else of ``rows``, or else 0. Raises InvalidArgument."""
     for name, array in arrays.items():
         if array.dtype.newbyteorder("=") not in DTYPES.values():
             legal = ", ".join(str(dtype) for dtype in DTYPES.values())
             raise InvalidArgument(f"array {name!r} has dtype {array.dtype}; it must be one of {legal}")
-    counting = [(name, arrays[name]) for name in _OF_EACH_ROW if name in arrays]
+    counting = [(name, arrays[name]) for name in _PER_ROW_ARRAYS if name in arrays]
     for name, array in counting:
         if array.ndim < 1 or len(array) != len(counting[0][1]):
             raise InvalidArgument(f"array {name!r} has shape {array.shape}; {counting[0][0]} {counting[0][1].shape}")

@@ -21,7 +21,7 @@ from geartrain.ams.values.text import quoted
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHOWN = 300
+_MAX_SHOWN = 300
 """Characters of a path that a message shows."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -54,7 +54,7 @@ class SnapshotRoots:
         Raises InvalidArgument for what can be no place of a snapshot, and SnapshotRefused for one outside the roots;
         neither depends on what is there.
         """
-        shown = repr(named[:_MOST_SHOWN])
+        shown = repr(named[:_MAX_SHOWN])
         if self._is_own:
             if (asking := user()) not in (os.geteuid(), 0):
                 who = "of a user who is not known" if asking is None else f"of user {asking}"

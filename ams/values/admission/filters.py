@@ -13,7 +13,7 @@ import numpy as np
 
 BLOCK_BYTES = 64
 """Bytes of a block of the filter, a cache line: all counters of an id lie in one block."""
-_MOST_HASHES = 16
+_MAX_HASHES = 16
 
 
 class Best(NamedTuple):
@@ -48,4 +48,4 @@ def best(counters: int, rate: float) -> Best:
             low, high = (middle, high) if rate_of(middle, counters, num_hashes) <= rate else (low, middle)
         return low
 
-    return max((Best(k, fitting(k)) for k in range(1, _MOST_HASHES + 1)), key=lambda found: found.ids_of_block)
+    return max((Best(k, fitting(k)) for k in range(1, _MAX_HASHES + 1)), key=lambda found: found.ids_of_block)

@@ -16,8 +16,8 @@ from geartrain.ams.values.text import quoted
 MAX_RANGES = 4096
 _RANGE_BLOCKS = 16
 """Fewest blocks of a range of buckets, unless there is only one range."""
-_MOST_COUNT = 2**16 - 1
-_LEAST_BYTES = 4096
+_MAX_COUNT = 2**16 - 1
+_MIN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class MinCount:
     """False positive rate that the filter is dimensioned for, in (0, 0.5]."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", integer("n", self.n, 1, _MOST_COUNT))
-        object.__setattr__(self, "max_bytes", integer("max_bytes", self.max_bytes, _LEAST_BYTES, 2**48))
+        object.__setattr__(self, "n", integer("n", self.n, 1, _MAX_COUNT))
+        object.__setattr__(self, "max_bytes", integer("max_bytes", self.max_bytes, _MIN_BYTES, 2**48))
         rate = real_number("false_positive_rate", self.false_positive_rate)
         if not 0 < rate <= 0.5:
             raise InvalidArgument(f"false_positive_rate is {rate!r}; it must lie in (0, 0.5]")

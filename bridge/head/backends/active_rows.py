@@ -186,7 +186,7 @@ LocalActive = HostActive | DeviceActive
 """Active classes among the rows here, in ascending order."""
 
 
-def add_sampling_offsets(
+def add_log_q_correction(
     batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None
 ) -> None:
     """Raise the weight of the sampled active classes, all but those of the labels."""

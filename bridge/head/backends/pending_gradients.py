@@ -18,7 +18,7 @@ from torch import Tensor
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, add_sampling_offsets
+from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, add_log_q_correction
 from geartrain.bridge.head.backends.row_stream import Block, RowStream
 from geartrain.bridge.head.loss.batch import Batch
 from geartrain.bridge.head.loss.block_loop import gradient_blocks
@@ -193,7 +193,7 @@ class BatchPart:
         if factors.active.fills(union):
             return
         factors.batch.targets = union.targets(factors.labels_B)
-        add_sampling_offsets(factors.batch, union, factors.positives, factors.log2_weight)
+        add_log_q_correction(factors.batch, union, factors.positives, factors.log2_weight)
         self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax
-from geartrain.ams.programs.top_classes import MOST_ANSWERS, SearchedRows, best_of
+from geartrain.ams.programs.top_classes import MAX_ANSWERS, SearchedRows, best_of
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.row_stream import Block, RowStream
@@ -30,7 +30,7 @@ from geartrain.bridge.placements.workspace import Arithmetic, BufferPool, Scratc
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 SAMPLES_AT_ONCE = 1024
-_LEAST_ROWS = 1024
+_MIN_ROWS = 1024
 _BYTES_PER_ANSWER = 12
 
 TopK = tuple[Tensor, Tensor]
@@ -68,7 +68,7 @@ class TopOfPulled:
     def _rows(self, live: LiveClasses, active: ActiveClasses, normalised: bool) -> Iterator[SearchedRows]:
         """Yield all rows, some at a time."""
         table, threads = self._table, torch.get_num_threads()
-        at_once = max(_LEAST_ROWS, self._kept_bytes // (5 * table.spec.dim))
+        at_once = max(_MIN_ROWS, self._kept_bytes // (5 * table.spec.dim))
         now = None
         if isinstance(table, Table) and active.num <= at_once:  # the version is asked for before rows are read
             now = (table.incarnation, table.versions(), live.fingerprint)
@@ -120,7 +120,7 @@ def top_of_hosted(
     arithmetic = Arithmetic.of(features)
     own_BD = _queries(features, arithmetic, normalised).float().cpu().contiguous()
     width = max(4 * own_BD.shape[1], _BYTES_PER_ANSWER * k)
-    at_once = max(1, min(calls.part_bytes // width, MOST_ANSWERS // k))
+    at_once = max(1, min(calls.part_bytes // width, MAX_ANSWERS // k))
     settings = {"normalised": float(normalised), "sub_centers": float(centers), "k": float(k)}
     retired = {} if live_classes.are_all else {"retired_runs": live_classes.retired_runs.ravel()}
     scores, ids = ([part] for part in _nothing(own_BD[:0], Arithmetic.of(own_BD), k))

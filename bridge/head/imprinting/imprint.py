@@ -26,8 +26,8 @@ from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.head.imprinting.backbone import moved, run
 from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
-from geartrain.bridge.head.loss.checks import check_features, check_labels
-from geartrain.bridge.head.loss.sample_weights import check_weight
+from geartrain.bridge.head.loss.checks import check_features, checked_labels
+from geartrain.bridge.head.loss.sample_weights import checked_weight
 from geartrain.bridge.head.loss.sub_centers import whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
@@ -153,8 +153,8 @@ def features_of(
         inputs = tuple(images) if isinstance(images, list) else images
         features = run(backbone, inputs if parameter is None else moved(inputs, parameter.device))
         check_features(features, dim)
-        ids = check_labels(labels, len(features), live_classes.num_classes, ignore_index)
-        weight_N = torch.ones(len(ids)) if weight is None else check_weight(weight, len(ids)).float()
+        ids = checked_labels(labels, len(features), live_classes.num_classes, ignore_index)
+        weight_N = torch.ones(len(ids)) if weight is None else checked_weight(weight, len(ids)).float()
         counts_N = torch.ones(len(ids), dtype=torch.bool) if ignore_index is None else labels.cpu() != ignore_index
         live_classes.require(ids[counts_N.numpy()], "label")
         counts_N &= weight_N > 0

@@ -26,11 +26,11 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 _SHARED_COSINE = 0.5
 """Average cosine of the means to each other above which they share a direction."""
-_LEAST_OWN = 1e-4
+_MIN_OWN = 1e-4
 """Least part of a mean's length that may be its own direction: less is rounding."""
 _SAMPLE_BYTES = 32 << 20
 """Bytes of existing centers that are sampled."""
-_COSINE_GAIN, _LEAST_COSINE = 1.25, 0.8
+_COSINE_GAIN, _MIN_COSINE = 1.25, 0.8
 """Factor between a new center's cosine and the best other one under a margin, measured in docs/how-to/new-classes.md;
 and the least cosine."""
 
@@ -87,7 +87,7 @@ class CenterMaker:
         seen_S = lengths_S > NORM_FLOOR
         if shared_D is not None:
             own_SD = _without(own_SD, shared_D)
-            seen_S &= torch.linalg.vector_norm(own_SD, dim=1) > _LEAST_OWN * lengths_S
+            seen_S &= torch.linalg.vector_norm(own_SD, dim=1) > _MIN_OWN * lengths_S
         units_SD = normalize(own_SD[seen_S], eps=NORM_FLOOR)
         if self.others_MD is not None and len(units_SD):
             place = _by_direction if self.has_margin else _by_length
@@ -130,7 +130,7 @@ def _by_direction(units_SD: Tensor, others_MD: Tensor, spread: float) -> Tensor:
     examples with the best other center by a quarter."""
     others_MD = normalize(others_MD, eps=NORM_FLOOR)
     gained = _COSINE_GAIN * spread * float(_best_scores(units_SD, others_MD).mean())
-    cosine = min(1.0, max(_LEAST_COSINE, gained))
+    cosine = min(1.0, max(_MIN_COSINE, gained))
     mean_SD = others_MD.mean(0).expand_as(units_SD)
     away_SD = (units_SD * mean_SD).sum(1, keepdim=True) * units_SD - mean_SD
     return normalize(cosine * units_SD + (1 - cosine**2) ** 0.5 * normalize(away_SD, eps=NORM_FLOOR))

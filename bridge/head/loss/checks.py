@@ -64,14 +64,14 @@ def check_finite(features: Tensor) -> None:
         )
 
 
-def check_labels(labels: Tensor, batch: int, num_classes: int, ignore_index: int | None = None) -> Ids:
+def checked_labels(labels: Tensor, batch: int, num_classes: int, ignore_index: int | None = None) -> Ids:
     """Return the labels as a private int64 array [B] on the host; raise InvalidIds naming the first bad one.
 
     ``ignore_index`` is a label of no class that may occur.
     """
     check_label_type(labels, batch)
     host: Ids = np.array(labels.detach().cpu().numpy(), dtype=np.int64)
-    return check_class_ids(host, num_classes, "label", ignore_index)
+    return checked_class_ids(host, num_classes, "label", ignore_index)
 
 
 def check_label_type(labels: Tensor, batch: int) -> None:
@@ -83,7 +83,7 @@ def check_label_type(labels: Tensor, batch: int) -> None:
         raise InvalidIds(f"labels are {list(labels.shape)}; they must be [{batch}], one per row of the features")
 
 
-def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = None) -> Ids:
+def checked_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = None) -> Ids:
     """Return ``ids``; raise InvalidIds naming the first outside [0, ``num_classes``) that is not ``but``."""
     is_wrong = (ids < 0) | (ids >= num_classes)
     wrong = np.flatnonzero(is_wrong if but is None else is_wrong & (ids != but))
@@ -96,7 +96,7 @@ def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = Non
     return ids
 
 
-def check_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | None]:
+def checked_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | None]:
     """Return the classes to read [n], ascending, and the place of each of ``ids`` [N] among them; for None all, None.
 
     Raises InvalidIds.
@@ -106,11 +106,11 @@ def check_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | N
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else quoted(ids)
         raise InvalidIds(f"ids are {found}; they must be a torch.int64 tensor [N], or None for all classes")
-    wanted, inverse = np.unique(check_class_ids(ids.cpu().numpy(), num_classes, "class id"), return_inverse=True)
+    wanted, inverse = np.unique(checked_class_ids(ids.cpu().numpy(), num_classes, "class id"), return_inverse=True)
     return wanted, inverse
 
 
-def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None:
+def checked_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None:
     """Return the margin with its scale for ``num_classes``. Raises InvalidArgument that names what it lacks of a
     :class:`Margin`."""
     if margin is None:
@@ -142,7 +142,7 @@ def _takes(method: object, arguments: int) -> bool:
     return True
 
 
-def check_selection(select: Selection) -> Selection:
+def checked_selection(select: Selection) -> Selection:
     """Return the selection. Raises InvalidArgument."""
     if not isinstance(select, Selection):
         raise InvalidArgument(

@@ -152,7 +152,7 @@ def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:
 
 _LIFT = 15
 """Power of 2 by which exponentials up to 1 are multiplied for float16, whose normal numbers end at 2^-14."""
-_LEAST_PROBABILITY = 2.0**-40
+_MIN_PROBABILITY = 2.0**-40
 """Least value that counts as the largest of a row's probabilities when they are scaled for float16."""
 
 
@@ -295,7 +295,7 @@ class TensorPass:
         """Return (operand [S, B] of a product, the factor of its rows [S]; None: 1)."""
         if not self._lifts:
             return work.narrow("narrow exponentials", probability_SB), None
-        lift_S = 2.0**_LIFT / probability_SB.amax(1).clamp_(min=_LEAST_PROBABILITY)
+        lift_S = 2.0**_LIFT / probability_SB.amax(1).clamp_(min=_MIN_PROBABILITY)
         operand_SB = work.empty("narrow exponentials", *probability_SB.shape, dtype=torch.float16)
         return torch.mul(probability_SB, lift_S.unsqueeze(1), out=operand_SB), lift_S
 

@@ -15,14 +15,14 @@ from geartrain.ams.values.text import quoted
 Reduction = Literal["mean", "sum", "none"]
 
 
-def check_reduction(reduction: object) -> Reduction:
+def checked_reduction(reduction: object) -> Reduction:
     """Return the reduction. Raises InvalidArgument."""
     if reduction not in get_args(Reduction):
         raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
     return cast(Reduction, reduction)
 
 
-def check_label_smoothing(label_smoothing: object) -> float:
+def checked_label_smoothing(label_smoothing: object) -> float:
     """Return the label smoothing. Raises InvalidArgument."""
     smoothing = real_number("label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
@@ -66,8 +66,8 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a value out of range."""
-        check_reduction(self.reduction)
-        check_label_smoothing(self.label_smoothing)
+        checked_reduction(self.reduction)
+        checked_label_smoothing(self.label_smoothing)
         if self.ignore_index is not None:
             integer("ignore_index", self.ignore_index, -(2**63), 2**63 - 1)
         integer("rows_cache_bytes", self.rows_cache_bytes, 0)

@@ -22,11 +22,11 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, SplitSamples
-from geartrain.bridge.head.loss.checks import check_labels
-from geartrain.bridge.head.loss.config import Reduction, check_label_smoothing, check_reduction
+from geartrain.bridge.head.loss.checks import checked_labels
+from geartrain.bridge.head.loss.config import Reduction, checked_label_smoothing, checked_reduction
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
-from geartrain.bridge.head.loss.sample_weights import check_weight
+from geartrain.bridge.head.loss.sample_weights import checked_weight
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 
 
@@ -80,8 +80,8 @@ def margin_cross_entropy(
             values of weights are looked at on the CPU only.
     """
     margin = CombinedMargin(scale=scale, m1=m1, m2=m2, m3=m3)
-    check_reduction(reduction)
-    smoothing = check_label_smoothing(label_smoothing)
+    checked_reduction(reduction)
+    smoothing = checked_label_smoothing(label_smoothing)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise InvalidRows(f"logits are {found}; they must be a floating point tensor [B, C] with B and C at least 1")
@@ -93,7 +93,7 @@ def margin_cross_entropy(
     link = None if group is None else Communicator(group)
     before, total = _span(logits.shape[1], logits.device, link)
     if labels.device.type == "cpu":
-        check_labels(labels, len(labels), int(total), ignore_index)
+        checked_labels(labels, len(labels), int(total), ignore_index)
     counts_B = _counts(weight, logits)
     if ignore_index is not None:
         counted_B = labels != ignore_index
@@ -116,7 +116,7 @@ def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
     if weight is None:
         return torch.ones(len(logits), dtype=compute, device=logits.device)
     if not isinstance(weight, Tensor) or weight.device.type == "cpu":
-        check_weight(weight.detach() if isinstance(weight, Tensor) else weight, len(logits))
+        checked_weight(weight.detach() if isinstance(weight, Tensor) else weight, len(logits))
     if weight.shape != logits.shape[:1] or weight.device != logits.device:
         raise InvalidArgument(
             f"weight is {list(weight.shape)} on {weight.device}; it must be [{len(logits)}] on {logits.device}"
@@ -223,7 +223,7 @@ def class_center_sample(
     if device.type != "cpu":
         return _sample_on_device(labels, num_classes, num_samples, (seed + rank) % 2**64, step, link)
     before, total = (int(number) for number in _span(num_classes, device, link))
-    all_labels = check_labels(labels, len(labels), total)
+    all_labels = checked_labels(labels, len(labels), total)
     own = all_labels[(all_labels >= before) & (all_labels < before + num_classes)] - before
     active = positives_and_sample(own, num_classes, num_samples, (seed + rank) % 2**64, step)
     first, _ = _span(active.num, device, link)

@@ -19,7 +19,7 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.loss.checks import check_features, check_label_type, check_labels
+from geartrain.bridge.head.loss.checks import check_features, check_label_type, checked_labels
 from geartrain.bridge.head.loss.config import HeadConfig, Reduction
 from geartrain.bridge.rows.transfers import upload
 
@@ -27,7 +27,7 @@ BAD_WEIGHT = -(2**63)
 """Label that marks a sample on a device whose weight is invalid."""
 
 
-def check_weight(weight: Tensor, batch: int) -> Tensor:
+def checked_weight(weight: Tensor, batch: int) -> Tensor:
     """Return the weights of ``batch`` samples, float64 [B] on the host. Raises InvalidArgument."""
     check_weight_type(weight, batch)
     host_B = weight.detach().cpu().double()
@@ -100,8 +100,8 @@ class CountedSamples:
         like: Tensor,
     ) -> CountedSamples:
         """Check the labels and weights of ``num`` samples, whose features, ``like`` these, come part by part."""
-        labels_B = check_labels(labels, num, live_classes.num_classes, settings.ignore_index)
-        weight_B = None if weight is None else check_weight(weight, num)
+        labels_B = checked_labels(labels, num, live_classes.num_classes, settings.ignore_index)
+        weight_B = None if weight is None else checked_weight(weight, num)
         places: Ids | None = None
         if settings.ignore_index is not None and (labels_B == settings.ignore_index).any():
             places = np.flatnonzero(labels_B != settings.ignore_index)

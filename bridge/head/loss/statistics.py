@@ -20,7 +20,7 @@ LOOKS_EVERY = 16
 """Steps between computations of the largest other logit where that takes a pass of its own, or a collective."""
 _WATCHES_EVERY = 4
 """Least number of passes between reads: a read costs some ten microseconds."""
-_LEAST_PASSES = 300
+_MIN_PASSES = 300
 _PASSES_A_CLASS = 2
 """Number of meetings of a class before a head could have learned much of it."""
 _CLEARLY = 4.0
@@ -120,7 +120,7 @@ class LearningWatch:
             return
         self._next = self._passes + _WATCHES_EVERY - 1
         if self._horizon == 0:
-            self._horizon = max(_LEAST_PASSES, _PASSES_A_CLASS * num_live_classes // samples)
+            self._horizon = max(_MIN_PASSES, _PASSES_A_CLASS * num_live_classes // samples)
         self._collect()
         if self._passes > self._horizon:
             self.has_ended = True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from geartrain.ams.programs.class_head import MOST_SUB_CENTERS
+from geartrain.ams.programs.class_head import MAX_SUB_CENTERS
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.arguments import integer
@@ -27,16 +27,16 @@ from geartrain.bridge.head.loss.batch import with_zeros
 from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR, AnyMargin
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
-_LEAST_DIM = 2
+_MIN_DIM = 2
 """A feature of one number has two directions only, and its row would look like one with a bias."""
 
 
-def check_sub_centers(sub_centers: int, dim: int, select: Selection, label_smoothing: float) -> int:
+def checked_sub_centers(sub_centers: int, dim: int, select: Selection, label_smoothing: float) -> int:
     """Return K. Raises InvalidArgument for a number out of range, and for settings that support one center only."""
-    centers = integer("sub_centers", sub_centers, 1, max(1, min(MOST_SUB_CENTERS, MAX_DIM // dim)))
+    centers = integer("sub_centers", sub_centers, 1, max(1, min(MAX_SUB_CENTERS, MAX_DIM // dim)))
     if centers == 1:
         return centers
-    if dim < _LEAST_DIM:
+    if dim < _MIN_DIM:
         raise InvalidArgument(f"dim is {dim} and sub_centers is {centers}; give features of two numbers or more")
     if not select.takes_sub_centers:
         raise InvalidArgument(
@@ -93,7 +93,7 @@ def dominant_centers(
     return torch.from_numpy(counts_CK.argmax(1))
 
 
-def check_dominant(dominant: Tensor, num_classes: int, sub_centers: int) -> Tensor:
+def checked_dominant(dominant: Tensor, num_classes: int, sub_centers: int) -> Tensor:
     """Return numbers of centers [C]. Raises InvalidArgument unless there is one for each class."""
     is_whole = isinstance(dominant, Tensor) and dominant.dtype == torch.int64 and dominant.shape == (num_classes,)
     if not is_whole or bool(((dominant < 0) | (dominant >= sub_centers)).any()):

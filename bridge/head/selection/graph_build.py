@@ -14,7 +14,7 @@ import numpy as np
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.selection.graph_parts import GraphParts
+from geartrain.bridge.head.selection.graph_by_list import GraphParts
 
 _SECONDS_TO_END = 30.0
 OnPairs = Callable[[int, int], None]

@@ -164,8 +164,8 @@ class _TorchRecall:
         if k is not None:
             # At least k exact scores are above the k-th product less one bound; those of products below that less two
             # are not. They fall, so the first of these is a floor for all.
-            least_M = scores_MK[:, k - 1].double() - 2 * (error_bound + _SLACK)
-            kept = torch.minimum((scores_MK.double() >= least_M.unsqueeze(1)).sum(1), counts).to(torch.int32)
+            min_M = scores_MK[:, k - 1].double() - 2 * (error_bound + _SLACK)
+            kept = torch.minimum((scores_MK.double() >= min_M.unsqueeze(1)).sum(1), counts).to(torch.int32)
             next_M = scores_MK.gather(1, kept.long().clamp(max=self._keep - 1).unsqueeze(1)).squeeze(1)
             floors, counts = torch.where(kept < counts, next_M, floors), kept
         return Candidates(ids_of(keys_MK).cpu().numpy(), counts.cpu().numpy(), floors.cpu().numpy())

@@ -29,9 +29,9 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMis
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.graph_build import GraphBuild, GraphSource, OnPairs, built_for_all
+from geartrain.bridge.head.selection.graph_by_list import lists_by_class, table_of_lists
+from geartrain.bridge.head.selection.graph_by_neighbour import OwnNeighbours
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
-from geartrain.bridge.head.selection.graph_parts import lists_by_class, table_of_lists
-from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.serialization import RowsOfRank, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable

@@ -17,7 +17,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.selection.graph_parts import GraphParts
+from geartrain.bridge.head.selection.graph_by_list import GraphParts
 from geartrain.bridge.placements.device_rows import DeviceRows
 
 OnPairs = Callable[[int, int], None]

@@ -114,7 +114,7 @@ def mark_drawn(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.c
 
 
 @triton.jit
-def _own_words(bitmap, word, start, stop):
+def _masked_words(bitmap, word, start, stop):
     """Return words (uint32) of the bitmap without the bits of ids outside [start, stop)."""
     first = word * 32
     bits = tl.load(bitmap + word, mask=first < stop, other=0).to(tl.uint32, bitcast=True)
@@ -128,7 +128,7 @@ def _own_words(bitmap, word, start, stop):
 def count_words(bitmap, num_set, start, stop, BLOCK: tl.constexpr):
     """Count the set bits of [start, stop) by program; the first program begins at the word of ``start``."""
     word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(num_set + tl.program_id(0), tl.sum(_bits_set(_own_words(bitmap, word, start, stop))).to(tl.int64))
+    tl.store(num_set + tl.program_id(0), tl.sum(_bits_set(_masked_words(bitmap, word, start, stop))).to(tl.int64))
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def write_ids(bitmap, set_ends, ids, num_written, start, stop, capacity, BLOCK: 
     The last id fills the remaining room, of which each program fills a share.
     """
     word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bits = _own_words(bitmap, word, start, stop)
+    bits = _masked_words(bitmap, word, start, stop)
     num = _bits_set(bits)
     before = tl.load(set_ends + tl.program_id(0)) - tl.sum(num) + tl.cumsum(num, 0) - num
     place = tl.arange(0, 32)[None, :].to(tl.uint32)

@@ -28,9 +28,9 @@ from geartrain.bridge.parallel.plan.plan import Plan, bytes_text, seconds_text
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from geartrain.bridge.rows.stand_in import named_dense_parameters
 
-_MOST_SPLIT = 3
+_MAX_SPLIT = 3
 """Layers that are tried, largest first: each costs a dry run."""
-_LEAST_PART = 0.05
+_MIN_PART = 0.05
 """Share of the model's parameters below which a layer is not worth splitting."""
 
 
@@ -268,8 +268,8 @@ def _splittable(model: nn.Module) -> list[str]:
         return sum(parameter.numel() for parameter in module.parameters())
 
     layers = {name: size(part) for name, part in model.named_modules() if type(part) in (nn.Linear, nn.Embedding)}
-    large = [name for name in layers if layers[name] >= _LEAST_PART * size(model)]
-    return sorted(large, key=layers.__getitem__, reverse=True)[:_MOST_SPLIT]
+    large = [name for name in layers if layers[name] >= _MIN_PART * size(model)]
+    return sorted(large, key=layers.__getitem__, reverse=True)[:_MAX_SPLIT]
 
 
 def _with_rest(model: nn.Module, split: Mapping[str, Scope], rest: Replicate) -> dict[str, Scope]:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.bridge.parallel.split.logits import SplitLogits
 
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 
 
 def rows_to_send(value: Any, giver: str) -> Tensor:
     """Return the tensor [S, …] that a stage sends to the next one; split logits are made whole. Raises InvalidRows."""
     if isinstance(value, SplitLogits):
         value = value.whole()
-    if not isinstance(value, Tensor) or not 2 <= value.ndim <= MOST_DIMENSIONS or not value.dtype.is_floating_point:
+    if not isinstance(value, Tensor) or not 2 <= value.ndim <= MAX_DIMENSIONS or not value.dtype.is_floating_point:
         given = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise InvalidRows(
-            f"{giver} is {given}; between stages goes one floating tensor [S, …] of 2 to {MOST_DIMENSIONS} dimensions, "
+            f"{giver} is {given}; between stages goes one floating tensor [S, …] of 2 to {MAX_DIMENSIONS} dimensions, "
             "samples first. Pool or flatten (nn.Flatten()) in the stage before, or join both stages"
         )
     return value

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.parallel.staged.distant import MOST_DIMENSIONS
+from geartrain.bridge.parallel.staged.distant import MAX_DIMENSIONS
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-KIND = MOST_DIMENSIONS
+KIND = MAX_DIMENSIONS
 """Number of integers of :func:`kind_of`."""
 
 

@@ -28,7 +28,7 @@ _WITH_STATE = 1 << 30
 _NOTHING = 2**31 - 1
 
 
-def is_of_state(status: int) -> bool:
+def is_state_error(status: int) -> bool:
     """Return whether the state is not finite, so that no other gradient repairs it."""
     return status > _WITH_STATE
 
@@ -152,7 +152,7 @@ class BucketWork:
             if not self._means.is_set_to(self.buffer):
                 self.buffer.copy_(self._means)
             return
-        self._add_up()
+        self._add_peers()
         segments = parts_of(self.buffer, self.layout.numels)
         for number, mean in zip(self.layout.dense, means, strict=True):
             segments[number].copy_(mean)
@@ -204,7 +204,7 @@ class BucketWork:
     def _dense_means(self) -> Sequence[Tensor]:
         return parts_of(self._means, [self.layout.numels[number] for number in self.layout.dense])
 
-    def _add_up(self) -> None:
+    def _add_peers(self) -> None:
         """Return the mean of the ranks' messages, added rank by rank, so that every rank adds in the same order."""
         num_selected = sum(self.layout.ks)
         total = (

@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.topk.bucket import (
     BucketLayout,
     BucketWork,
     SgdSettings,
-    is_of_state,
+    is_state_error,
     tensor_of,
 )
 from geartrain.bridge.parallel.topk.failures import (
@@ -299,7 +299,7 @@ class GradientExchange:
             self._loaded = 0
             self.is_merged, self._awaits_step = self.link.world_size == 1, True
             return None
-        of_state = [trouble for trouble in troubles if is_of_state(trouble[2])]
+        of_state = [trouble for trouble in troubles if is_state_error(trouble[2])]
         if self._scaler is not None and not of_state:
             self.state.restore()
             for bucket in buckets:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from geartrain.ams.values.errors import InvalidArgument
 
-MOST_ELEMENTS = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """Most elements of a tensor: indices are sent as int32."""
 SMALL = 4096
 """Largest tensors that are always dense: biases and norms, which are few bytes."""
@@ -35,8 +35,8 @@ def counts(numels: Sequence[int], sparsity: float, *, ranks: int = 2) -> list[in
 
 
 def _count(numel: int, kept: Fraction, ranks: int) -> int:
-    if numel > MOST_ELEMENTS:
-        raise InvalidArgument(f"a tensor has {numel} elements; sparsified ones have at most {MOST_ELEMENTS}")
+    if numel > MAX_ELEMENTS:
+        raise InvalidArgument(f"a tensor has {numel} elements; sparsified ones have at most {MAX_ELEMENTS}")
     k = max(1, -(-numel * kept.numerator // kept.denominator))
     return numel if k * max(ranks, 2) >= numel else k
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _PASSING = (Unavailable, Fenced, TableNotFound, SnapshotFailed)
 """Transient errors: a shard is away, a table is being restored, a disk is full; the next version may succeed."""
-_MOST_DELTAS = 100
+_MAX_DELTAS = 100
 """Deltas in a row before they are compacted."""
 
 
@@ -119,7 +119,7 @@ class Exporter:
         assert newest is not None
         chain = newest.chain()
         *deltas, base = (_facts(snapshot)["bytes"] for snapshot in chain)
-        if sum(deltas) > base or len(deltas) >= _MOST_DELTAS:
+        if sum(deltas) > base or len(deltas) >= _MAX_DELTAS:
             whole, _ = self._compacted()
             print(f"version {whole.manifest.step} was written once more, as a whole one", file=sys.stderr, flush=True)
         elif len(version_names(self._root)) > max(self._keep, len(chain)):

@@ -16,7 +16,7 @@ import typer
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
-from geartrain.cli.training.plan_fit import check_fit, fit_line, most_classes, most_samples, network_bytes
+from geartrain.cli.training.plan_fit import check_fit, fit_line, max_classes, max_samples, network_bytes
 
 if TYPE_CHECKING:
     from geartrain.bridge.head.memory import MemoryReport
@@ -191,12 +191,12 @@ def plan(
     room = bytes_of(memory) if where is None else where.memory_bytes
     if fit == "classes":
         network = 0 if where is None else network_bytes(step_of(batch_size or 128, 1))
-        found = {"classes": (classes := most_classes(report_of, room, network, -(-num_shards // hosts)))}
+        found = {"classes": (classes := max_classes(report_of, room, network, -(-num_shards // hosts)))}
     elif fit == "batch":
         full = {"select": FullSoftmax()} if report_of().num_active < report_of().num_classes else {}
         wide = {"config": HeadConfig()} if dtype != "float32" else {}
         others = {"all classes active": full, "float32 rows": wide, "both": {**full, **wide} if full and wide else {}}
-        found = most_samples(report_of, lambda samples: step_of(samples, classes), others)
+        found = max_samples(report_of, lambda samples: step_of(samples, classes), others)
         batch_size = found["samples a rank"]
     report = report_of()
     step = None if where is None else step_of(batch_size or 128, classes, compare)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.memory import MemoryReport
     from geartrain.bridge.parallel.plan.plan import Plan
 
-_MOST_CLASSES, _MOST_SAMPLES = 2**36, 2**20
+_MAX_CLASSES, _MAX_SAMPLES = 2**36, 2**20
 _SAMPLES = 8, 16
 """Batch sizes that are traced: a network's activations grow linearly between them and beyond."""
 
@@ -33,7 +33,7 @@ def check_fit(fit: str | None, classes: int | None, batch_size: int | None, hard
         raise ConfigError("--fit batch needs a network's activations and a rank's memory: say --hardware, too")
 
 
-def most_classes(report_of: ReportOf, memory: int, network: int, shards_of_host: int) -> int:
+def max_classes(report_of: ReportOf, memory: int, network: int, shards_of_host: int) -> int:
     """Return the most classes whose head fits a rank of ``memory`` bytes beside the ``network``, and the shards of a
     host with as much memory.
     """
@@ -43,10 +43,10 @@ def most_classes(report_of: ReportOf, memory: int, network: int, shards_of_host:
         too_many_rows = shards_of_host * report.shard_bytes > default_row_memory(memory)
         return too_many_rows or network + report.rank_bytes > memory
 
-    return _most(is_too_large, _MOST_CLASSES, f"not one class fits into {memory / 1e9:,.1f} GB")
+    return _most(is_too_large, _MAX_CLASSES, f"not one class fits into {memory / 1e9:,.1f} GB")
 
 
-def most_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: dict[str, Any]) -> dict[str, int]:
+def max_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: dict[str, Any]) -> dict[str, int]:
     """Return the most samples of a rank, as asked, and with each of the ``others``: changed arguments of
     ``memory_report``, by name.
     """
@@ -59,7 +59,7 @@ def most_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: di
             network = network_bytes(few) + a_sample * (samples - few.batch)
             return network + report_of(batch_size=samples, **changed).rank_bytes > memory
 
-        return _most(is_too_large, _MOST_SAMPLES, f"not one sample a rank fits into {memory / 1e9:,.1f} GB")
+        return _most(is_too_large, _MAX_SAMPLES, f"not one sample a rank fits into {memory / 1e9:,.1f} GB")
 
     asked = {"samples a rank": most({})}
     return asked | {f"with {name}": most(changed) for name, changed in others.items() if changed}
@@ -69,7 +69,7 @@ def fit_line(found: dict[str, int]) -> str:
     """Return the result in words, with "at least" where the search ended at its limit."""
 
     def how(what: str, number: int) -> str:
-        limit = _MOST_CLASSES if what == "classes" else _MOST_SAMPLES
+        limit = _MAX_CLASSES if what == "classes" else _MAX_SAMPLES
         return "at least" if number == limit - 1 else "at most"
 
     return "; ".join(f"{how(what, number)} {number:,} {what}" for what, number in found.items())

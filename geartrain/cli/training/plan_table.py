@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from geartrain.ams.server.machine import default_row_memory
-from geartrain.ams.tables.planned_memory import MOST_IDS, PlannedRows, planned_rows
+from geartrain.ams.tables.planned_memory import MAX_IDS, PlannedRows, planned_rows
 from geartrain.ams.values.config import MIB
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.placement import MAX_SHARDS
@@ -35,19 +35,19 @@ def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memor
     Raises ConfigError for numbers that cannot be right.
     """
     host_bytes = bytes_of(memory)
-    if not 1 <= ids <= MOST_IDS * MAX_SHARDS:
-        raise ConfigError(f"--ids is {ids:g}; it must be from 1 to {MOST_IDS * MAX_SHARDS:,}, what all shards can hold")
+    if not 1 <= ids <= MAX_IDS * MAX_SHARDS:
+        raise ConfigError(f"--ids is {ids:g}; it must be from 1 to {MAX_IDS * MAX_SHARDS:,}, what all shards can hold")
     ids = int(ids)
     if not 1 <= hosts <= shards <= MAX_SHARDS:
         raise ConfigError(f"--shards is {shards} and --hosts {hosts}; a host has a shard or more, up to {MAX_SHARDS}")
     here, room = -(-shards // hosts), default_row_memory(host_bytes)  # shards of the fullest host
 
     def peak(number: int, of: int) -> float:
-        return here * planned_rows(spec, number, of).peak if number <= MOST_IDS * of else math.inf
+        return here * planned_rows(spec, number, of).peak if number <= MAX_IDS * of else math.inf
 
     planned = planned_rows(spec, ids, shards)
     fewest = next((count for count in range(1, MAX_SHARDS // here + 1) if peak(ids, count * here) <= room), None)
-    most = bisect_left(range(1, MOST_IDS * shards + 1), True, key=lambda number: peak(number, shards) > room)
+    most = bisect_left(range(1, MAX_IDS * shards + 1), True, key=lambda number: peak(number, shards) > room)
     facts: dict[str, Any] = {
         "ids": ids,
         "shards": shards,
@@ -57,7 +57,7 @@ def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memor
         "host_room_bytes": room,
         "fits": peak(ids, shards) <= room,
         "hosts_needed": fewest,
-        "most_ids": most,
+        "max_ids": most,
     }
     print(json.dumps(facts) if as_json else _text(spec, planned, facts))
 
@@ -77,7 +77,7 @@ def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
         f"shard  {'at most':<9}  {sized(planned.peak):>11}  on the way there, while its index grows",
         "",
         f"host   {sized(facts['host_bytes'])} of {sized(facts['host_room_bytes'])} that rows may "
-        f"take there: {'fits' if facts['fits'] else 'does not fit'}; {facts['most_ids']:,} ids would fit",
+        f"take there: {'fits' if facts['fits'] else 'does not fit'}; {facts['max_ids']:,} ids would fit",
     ]
     if not facts["fits"]:
         hosts, here = facts["hosts_needed"], -(-facts["shards"] // facts["hosts"])

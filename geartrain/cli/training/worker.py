@@ -252,11 +252,11 @@ def train(
         stop.doing, stop.grace_seconds = "loaded torch", grace
         try:
             if goes_on:
-                from geartrain.workers.job.folder import saved_in
+                from geartrain.workers.job.folder import resume_hint
 
                 again = " ".join(map(quote, ["geartrain", *sys.argv[1:]]))
                 where = resume or out or Path("runs") / job
-                stop.saved = partial(saved_in, where, snapshots, go_on=again)
+                stop.saved = partial(resume_hint, where, snapshots, go_on=again)
             failpoints.reach("job.torch.before")
             from rich.console import Console
 

@@ -34,7 +34,7 @@ DRAIN_SECONDS = 8.0
 """Time for requests in progress at shutdown; container runtimes wait 10 s before they kill."""
 _WISH_SECONDS = 300.0
 """Time for all workers to carry out a request: it may load a model."""
-_MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
+_MAX_RESTARTS, _RESTART_SECONDS = 5, 600.0
 _POLL_SECONDS = 1.0
 _CHANGES_NOTHING = ("counts", "state", "following")
 """Requests that leave the served versions as they are."""
@@ -230,7 +230,7 @@ class Workers:
             while not self._is_ending:
                 now = time.monotonic()
                 self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
-                if len(self._restarts) > _MOST_RESTARTS:
+                if len(self._restarts) > _MAX_RESTARTS:
                     times = f"{len(self._restarts)} times in {_RESTART_SECONDS:g} s"
                     self.end_reason = f"its workers ended {times}; at last worker {worker.number} {why}"
                     self.ended_all.set()

@@ -147,11 +147,11 @@ def test_plan_finds_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["fit"]["samples a rank"] > found["fit"]["with float32 rows"]
     assert found["step"]["fits"] and found["step"]["rank_bytes"] > 0.99 * 32e9
     few = ["--fit", "batch", "--classes", "9", *head, *step]
-    monkeypatch.setattr(plan_fit, "_MOST_SAMPLES", 64)
+    monkeypatch.setattr(plan_fit, "_MAX_SAMPLES", 64)
     said = "at least 63 samples a rank; at least 63 with float32 rows, in the 32.0 GB of a rank"
     assert said in invoke("plan", *few).stdout
     assert json.loads(invoke("plan", *few, "--json").stdout)["fit"]["samples a rank"] == 63
-    monkeypatch.setattr(plan_fit, "_MOST_CLASSES", 1024)
+    monkeypatch.setattr(plan_fit, "_MAX_CLASSES", 1024)
     assert "at least 1,023 classes, in the 64.0 GB of a host (--memory)\n" in invoke("plan", *one_machine).stdout
     for wrong, why in (
         (["--fit", "rows", "--classes", "9"], "--fit is 'rows'; it must be classes, or batch"),

@@ -82,7 +82,7 @@ def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs],
     data = b"".join(bytes(raw.get(15) or b"") for _, raw in pieces)
     assert data == b"".join(bytes(raw.get(15) or b"") for _, raw in asked)
     for codec, header, sent in ((ASK, asked[-1][0], compute), (TELL, pieces[-1][0], update)):
-        decoded = codec.from_message(header, inputs=hosted.inputs_from(header.inputs, memoryview(data)))
+        decoded = codec.from_message(header, inputs=hosted.decode_inputs(header.inputs, memoryview(data)))
         assert replace(decoded, inputs=()) == replace(sent, inputs=())  # type: ignore[type-var]
         for mine, its in zip(decoded.inputs, sent.inputs, strict=True):
             assert replace(mine, arrays={}) == replace(its, arrays={})
@@ -104,7 +104,7 @@ def test_no_header_makes_the_decoder_take_more_than_came(shape: tuple[int, int |
     header.type = kind  # type: ignore[assignment]
     inputs = [shard_pb2.HostedInputs(arrays=[header])]
     with contextlib.suppress(ProtocolError, InvalidArgument):
-        (decoded,) = hosted.inputs_from(inputs, memoryview(data))
+        (decoded,) = hosted.decode_inputs(inputs, memoryview(data))
         assert decoded.arrays["a"].nbytes <= len(data)
 
 
@@ -124,13 +124,13 @@ def test_a_header_that_does_not_fit_its_bytes_is_refused(
 ) -> None:
     headers = [shard_pb2.HostedArray(name=name, type=kind, rows=rows) for name, kind, rows in arrays]  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
-        hosted.inputs_from([shard_pb2.HostedInputs(arrays=headers)], memoryview(bytes(16)))
+        hosted.decode_inputs([shard_pb2.HostedInputs(arrays=headers)], memoryview(bytes(16)))
 
 
 def test_no_length_that_numpy_cannot_count_is_taken_for_an_empty_array() -> None:
     header = shard_pb2.HostedArray(name="a", type=shard_pb2.ARRAY_TYPE_FLOAT64, rows=0, columns=2**60)
     with pytest.raises(InvalidArgument, match="no length takes 2"):
-        hosted.inputs_from([shard_pb2.HostedInputs(arrays=[header])], None)
+        hosted.decode_inputs([shard_pb2.HostedInputs(arrays=[header])], None)
 
 
 def good() -> dict[str, Any]:

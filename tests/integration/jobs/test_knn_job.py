@@ -14,7 +14,7 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.serialization import state_from_bytes
-from geartrain.workers.classify.graph_lines import GraphLines
+from geartrain.workers.classify.graph_progress import GraphProgressPrinter
 from geartrain.workers.job import job, trainer
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Phases
@@ -110,7 +110,7 @@ def test_the_recipe_says_which_classes_are_active() -> None:
 def test_a_long_build_tells_how_long_it_still_takes() -> None:
     said: list[str] = []
     times = iter([100.0, 101.0, 106.0, 110.0])
-    lines = GraphLines(40_992, said.append, clock=lambda: next(times))
+    lines = GraphProgressPrinter(40_992, said.append, clock=lambda: next(times))
     for done in (0, 10, 60, 100):
         lines(done, 100)
     assert said == ["Graph of 40,992 classes: 60 %, 4 s left", "Graph of 40,992 classes built in 10.0 s"]

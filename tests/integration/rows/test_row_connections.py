@@ -186,7 +186,7 @@ def test_a_shard_that_takes_no_connection_says_why(cluster: ServedCluster, monke
 
 
 def test_where_no_memory_can_be_shared_rows_go_by_tcp(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "DataServer", partial(_core.DataServer, most_mailboxes=0))
+    monkeypatch.setattr(_core, "DataServer", partial(_core.DataServer, max_mailboxes=0))
     with connected(served(1)) as ours:
         assert is_shared(plane_of(ours))
         ours.table("t").push(IDS, ONES)
@@ -198,7 +198,7 @@ def test_calls_larger_than_the_pool_of_shared_memory_are_made_and_leave_none(clu
     with connected(cluster) as ours:
         plane = plane_of(ours)
         offer = plane._ask(SOON)
-        plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, most_pool_bytes=256 << 10)
+        plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, max_pool_bytes=256 << 10)
         ours.table("t").push(IDS, ONES)
         assert plane.num_mailboxes == 0
         assert (ours.table("t").pull(IDS[:100]) == -1).all()
@@ -209,10 +209,10 @@ def test_more_threads_than_a_connection_has_room_for_wait_for_each_other(ours: C
     table, plane = ours.table("t"), plane_of(ours)
     offer = plane._ask(SOON)
     if is_shared(plane):
-        plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, most_mailboxes=2)
+        plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, max_mailboxes=2)
     else:
         plane._connection = _core.connect_tcp(
-            "127.0.0.1", offer.port, offer.secret, SOON, uses_tls=offer.uses_tls, most_in_flight_bytes=1
+            "127.0.0.1", offer.port, offer.secret, SOON, uses_tls=offer.uses_tls, max_in_flight_bytes=1
         )
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda _: table.push(IDS, ONES), range(24)))
@@ -224,7 +224,7 @@ def test_more_rows_than_one_request_holds_are_pulled_piece_by_piece(
 ) -> None:
     table = ours.table("t")
     table.assign(IDS, ONES * IDS[:, None].astype(np.float32))
-    monkeypatch.setattr("geartrain.ams.client.rows.row_calls._MOST_PULLED_BYTES", 7 * DIM * 4)
+    monkeypatch.setattr("geartrain.ams.client.rows.row_calls._MAX_PULLED_BYTES", 7 * DIM * 4)
     np.testing.assert_array_equal(table.pull(IDS[::-1].copy())[:, 0], IDS[::-1])
     assert table.present(IDS).all()
 

@@ -19,7 +19,7 @@ from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.serving.http.callers import Limits
 from geartrain.serving.http.ports import held_port, joined_port, listening_socket
-from geartrain.serving.http.server import MOST_HEADER_BYTES, HttpServer
+from geartrain.serving.http.server import MAX_HEADER_BYTES, HttpServer
 from tests.support.fake_servable import EchoModel
 from tests.support.http_service import ServedModels, served_models
 
@@ -177,7 +177,7 @@ def test_a_body_or_headers_that_never_end_are_cut_in_time(model: EchoModel) -> N
 
 @pytest.mark.parametrize("is_one", [True, False])
 def test_headers_that_are_too_long_are_refused(served: ServedModels, is_one: bool) -> None:
-    long = b"x" * (MOST_HEADER_BYTES + 1)
+    long = b"x" * (MAX_HEADER_BYTES + 1)
     header = b"X-Long: " + long if is_one else b"\r\n".join(b"X-%d: %s" % (at, long[:999]) for at in range(20))
     for end in (b"\r\n\r\n", b""):
         with connected(served) as connection:
@@ -215,7 +215,7 @@ def test_who_takes_no_answer_is_let_go() -> None:
 
 
 def test_a_long_body_is_no_long_header(served: ServedModels) -> None:
-    body = json.dumps({"numbers": [1], "padding": "x" * 3 * MOST_HEADER_BYTES}).encode()
+    body = json.dumps({"numbers": [1], "padding": "x" * 3 * MAX_HEADER_BYTES}).encode()
     with connected(served) as connection:
         for _ in range(3):
             connection.sendall(head(f"Content-Length: {len(body)}") + body)

@@ -20,7 +20,7 @@ from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import ROWS
-from geartrain.ams.tables.moments import MOST_MOMENTS
+from geartrain.ams.tables.moments import MAX_MOMENTS
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from tests.integration.conftest import over_few_carriers
@@ -105,7 +105,7 @@ def test_an_increment_is_not_much_larger_than_the_rows_it_holds(tmp_path: Path) 
 def test_an_increment_on_a_snapshot_long_past_is_whole(tmp_path: Path) -> None:
     with local(1) as cluster:
         make(cluster, "dense")
-        for name in ("a", *map(str, range(MOST_MOMENTS))):
+        for name in ("a", *map(str, range(MAX_MOMENTS))):
             write(cluster, 1, "dense")
             cluster.snapshot(tmp_path, name).result(60)
         write(cluster, 2, "dense")

@@ -190,14 +190,14 @@ def test_unknown_names_are_answered_with_those_there_are() -> None:
         pytest.raises(NotServed, match="no operation 'embed'; it has echo, show"),
     ):
         lease.operation("embed")
-    assert catalog.why_not_ready() == ""
+    assert catalog.unready_reason() == ""
     catalog.know("clicks", 3, Path("there"))
-    assert "no version of clicks yet" in catalog.why_not_ready()
+    assert "no version of clicks yet" in catalog.unready_reason()
     catalog, _ = catalog_of(10)
     catalog.expect("glyphs")  # other processes have no version
-    assert "no version of glyphs yet" in catalog.why_not_ready()
+    assert "no version of glyphs yet" in catalog.unready_reason()
     catalog.open("glyphs")
-    assert catalog.why_not_ready() == ""
+    assert catalog.unready_reason() == ""
 
 
 def test_a_close_waits_for_those_who_ask() -> None:

@@ -22,7 +22,7 @@ USER = "user"
 """Field of one's own samples whose ids are users."""
 TITLES = ("item_title", "item_name")
 """Fields with texts that name an item."""
-_MOST_VALIDATION = 20_000
+_MAX_VALIDATION = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def split(
 def part_validation(held_out: ClickSamples, seed: int) -> tuple[ClickSamples, ClickSamples]:
     """Split held-out samples at random: an eighth to choose the best step by, and the rest to test it."""
     order = np.random.default_rng(seed + 2).permutation(len(held_out))
-    chosen, tested = np.split(order, [min(len(order) // 8, _MOST_VALIDATION)])
+    chosen, tested = np.split(order, [min(len(order) // 8, _MAX_VALIDATION)])
     return held_out.subset(np.sort(chosen)), held_out.subset(np.sort(tested))
 
 

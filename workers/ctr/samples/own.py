@@ -37,7 +37,7 @@ from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows, column
 from geartrain.workers.samples.source import SampleSource
 
 CLICK, TIME, ITEM = "click", "time", "item"
-_READ_FOR_WORDS, _MOST_WORDS = 200_000, 20_000
+_READ_FOR_WORDS, _MAX_WORDS = 200_000, 20_000
 _NAME_OF = {item: name for name, item in ITEMS.items()}
 
 
@@ -278,7 +278,7 @@ class OwnSamples:
                 texts.update(read.texts(name))
             if rows >= _READ_FOR_WORDS:
                 break
-        words = sorted(set().union(*(texts for texts in found.values() if len(texts) <= _MOST_WORDS)))
+        words = sorted(set().union(*(texts for texts in found.values() if len(texts) <= _MAX_WORDS)))
         return dict(zip(hash_strings(words).tolist(), words, strict=True))
 
 

@@ -28,7 +28,7 @@ _TAKE_SECONDS = 0.05
 """Time for the library to return the requested messages."""
 _PROBE_SECONDS = 5.0
 """Time without a message after which the brokers are probed."""
-_MOST_MESSAGES = 10_000
+_MAX_MESSAGES = 10_000
 """Most messages that the client library returns at once."""
 
 
@@ -176,7 +176,7 @@ class KafkaBatches:
             self._pending_since = time.monotonic()
         elif self._max_wait_seconds is not None:
             seconds = min(seconds, max(0.0, self._pending_since + self._max_wait_seconds - time.monotonic()))
-        missing = min(_MOST_MESSAGES, self._batch_size - self._num_pending())
+        missing = min(_MAX_MESSAGES, self._batch_size - self._num_pending())
         messages = self._consumer.consume(missing, timeout=min(seconds, _TAKE_SECONDS))
         ended = False
         for message in messages:
@@ -184,9 +184,9 @@ class KafkaBatches:
         if ended:
             self._assign()
         if any(message.error() is None for message in messages):
-            self._hear()
+            self._mark_broker_alive()
         else:
-            self._look_after_brokers()
+            self._check_brokers()
         return not self._is_due()
 
     def _take(self, message: Any) -> bool:
@@ -194,7 +194,7 @@ class KafkaBatches:
         partition, error = message.partition(), message.error()
         if error is not None:
             if error.code() == kafka.KafkaError._PARTITION_EOF:
-                self._hear()
+                self._mark_broker_alive()
                 return partition in self._positions and self._pass(partition, message.offset())
             if error.code() in (kafka.KafkaError._AUTO_OFFSET_RESET, kafka.KafkaError.OFFSET_OUT_OF_RANGE):
                 raise self._deleted(partition)
@@ -233,13 +233,13 @@ class KafkaBatches:
             "the topic was made anew: begin with start='earliest', a job under another name"
         )
 
-    def _hear(self) -> None:
+    def _mark_broker_alive(self) -> None:
         if self._silent_since is not None:
             logger.warning("brokers of topic %r answer again", self._topic.name)
         self._topic.hear()
         self._heard, self._silent_since = time.monotonic(), None
 
-    def _look_after_brokers(self) -> None:
+    def _check_brokers(self) -> None:
         """Probe the brokers after a while without a message. Raises BrokerUnavailable."""
         limit = self._topic.timeout_seconds
         if time.monotonic() - self._heard < min(_PROBE_SECONDS, limit / 4) and self._silent_since is None:
@@ -254,7 +254,7 @@ class KafkaBatches:
                 self._silent_since, self._heard = None, now  # a retry waits again
                 raise self._topic.unavailable(limit)
             return
-        self._hear()
+        self._mark_broker_alive()
         if set(found) != set(self._starts):
             logger.warning(
                 "topic %r has %s now, the job reads %d of them; give it another name to read all",

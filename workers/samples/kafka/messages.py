@@ -14,18 +14,18 @@ from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceEr
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import ANY_64_BITS, ColumnPlan, Fill, NameRow, planned_columns, type_named
 
-MOST_ROWS = 2**20
+MAX_ROWS = 2**20
 """Most rows of one message."""
 
 
 def position_of(offset: int, row: int = 0) -> int:
     """Return the stream position of a message's row: 1 + offset · 2^20 + row. 0 means: nothing was read yet."""
-    return 1 + offset * MOST_ROWS + row
+    return 1 + offset * MAX_ROWS + row
 
 
 def place_of(position: int) -> tuple[int, int]:
     """Return the offset and the row of a position above 0."""
-    return divmod(position - 1, MOST_ROWS)
+    return divmod(position - 1, MAX_ROWS)
 
 
 class MessageRows(NamedTuple):
@@ -113,8 +113,8 @@ class ArrowMessages:
 
     def rows(self, content: bytes) -> tuple[int, Any]:
         table = pa.ipc.open_stream(content).read_all()
-        if table.num_rows > MOST_ROWS:
-            raise pa.ArrowInvalid(f"it has {table.num_rows} rows; {MOST_ROWS} are the most")
+        if table.num_rows > MAX_ROWS:
+            raise pa.ArrowInvalid(f"it has {table.num_rows} rows; {MAX_ROWS} are the most")
         return table.num_rows, table
 
     def table(self, rows: Sequence[MessageRows]) -> Any:

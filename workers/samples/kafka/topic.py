@@ -23,7 +23,7 @@ _WARNING_SECONDS = 10.0
 """Time between two warnings that no broker answers."""
 _BEHIND_SECONDS = 1.0
 """Time-out of the query for a partition's end, for the lag."""
-_MOST_REASONS = 3
+_MAX_REASONS = 3
 """Most brokers whose errors a message names."""
 _BROKER = re.compile(r"^(?:GroupCoordinator: )?(\S+?)(?:/(?:bootstrap|-?\d+))?: ")
 """Prefix of the client library's error about a broker: its address, under either of two names."""
@@ -163,7 +163,7 @@ class Topic:
         self._reasons[broker] = reason
 
     def _why(self) -> str:
-        return "; ".join(list(self._reasons.values())[-_MOST_REASONS:]) or "no answer"
+        return "; ".join(list(self._reasons.values())[-_MAX_REASONS:]) or "no answer"
 
     def _addresses(self) -> str:
         bare = [entry for entry in map(str.strip, self.brokers.split(",")) if entry and not _has_port(entry)]

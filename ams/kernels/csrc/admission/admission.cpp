@@ -10,8 +10,8 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kAhead = 32;  // ids whose blocks are prefetched before their use
-constexpr double kLeastSlabs = 4;
+constexpr size_t kPrefetchDistance = 32;  // ids whose blocks are prefetched before their use
+constexpr double kMinSlabs = 4;
 
 // Uniform in [0, 1).
 double uniform(uint64_t word) { return static_cast<double>(word >> 11) * 0x1.0p-53; }
@@ -43,11 +43,14 @@ struct Counters {
 }  // namespace
 
 FilterSlab::FilterSlab(int64_t num_ranges, size_t range_bytes)
-    : num_waiting(static_cast<size_t>(num_ranges)), num_bytes_(static_cast<size_t>(num_ranges) * range_bytes), pages_(num_bytes_) {
+    : num_waiting(static_cast<size_t>(num_ranges)),
+      num_bytes_(static_cast<size_t>(num_ranges) * range_bytes),
+      pages_(num_bytes_) {
   pages_.count_all();
 }
 
-FilterSlab::FilterSlab(const FilterSlab& other) : num_waiting(other.num_waiting), num_bytes_(other.num_bytes_), pages_(num_bytes_) {
+FilterSlab::FilterSlab(const FilterSlab& other)
+    : num_waiting(other.num_waiting), num_bytes_(other.num_bytes_), pages_(num_bytes_) {
   pages_.count_all();
   std::memcpy(pages_.data(), other.pages_.data(), num_bytes_);
 }
@@ -55,7 +58,7 @@ FilterSlab::FilterSlab(const FilterSlab& other) : num_waiting(other.num_waiting)
 Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   if (spec.kind != AdmissionSpec::Kind::min_count) return;
   // At least a few slabs, so that little of the first and the last one belongs to ranges that are not owned.
-  const auto of_a_slab = static_cast<int64_t>(static_cast<double>(spec.num_ranges) * spec.owned_share / kLeastSlabs);
+  const auto of_a_slab = static_cast<int64_t>(static_cast<double>(spec.num_ranges) * spec.owned_share / kMinSlabs);
   const auto fitting = std::max<int64_t>(1, std::min(static_cast<int64_t>(kHugePage / range_bytes()), of_a_slab));
   slab_ranges_ = std::min(spec.num_ranges, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fitting))));
   slabs_.resize(static_cast<size_t>(spec.num_ranges / slab_ranges_));
@@ -83,7 +86,8 @@ FilterSlab& Admission::writable(int64_t number) {
   std::shared_ptr<FilterSlab>& own = slabs_[static_cast<size_t>(number)];
   if (own == nullptr) own = std::make_shared<FilterSlab>(slab_ranges_, range_bytes());
   else if (own.use_count() > 1) own = std::make_shared<FilterSlab>(*own);
-  else std::atomic_thread_fence(std::memory_order_acquire);  // use_count() orders nothing: earlier reads of a released slab must come first
+  // use_count() orders nothing: earlier reads of a released slab must come first
+  else std::atomic_thread_fence(std::memory_order_acquire);
   return *own;
 }
 
@@ -112,8 +116,9 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
   const int slab_shift = std::countr_zero(static_cast<uint64_t>(slab_ranges_));
   const auto look = [&](Decision::Candidate& candidate) {
     uint32_t before = spec_.min_count;
-    Counters<bits>::each(candidate.places, spec_.num_hashes,
-                         [&](uint32_t place) { before = std::min(before, Counters<bits>::at(candidate.block, place)); });
+    Counters<bits>::each(candidate.places, spec_.num_hashes, [&](uint32_t place) {
+      before = std::min(before, Counters<bits>::at(candidate.block, place));
+    });
     candidate.before = before;
     candidate.is_admitted = uint64_t{before} + candidate.occurrences >= spec_.min_count;
   };
@@ -130,9 +135,10 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
     candidate.num_waiting = &slab.num_waiting[static_cast<size_t>(in_slab)];
     candidate.places = splitmix64(hash);
     prefetch_bytes(candidate.block, kBlockBytes);
-    if (i >= kAhead) look(candidates[i - kAhead]);
+    if (i >= kPrefetchDistance) look(candidates[i - kPrefetchDistance]);
   }
-  for (size_t i = ids.size() > kAhead ? ids.size() - kAhead : 0; i < ids.size(); ++i) look(candidates[i]);
+  for (size_t i = ids.size() > kPrefetchDistance ? ids.size() - kPrefetchDistance : 0; i < ids.size(); ++i)
+    look(candidates[i]);
 }
 
 void Admission::count(const Decision& decision) noexcept {
@@ -148,8 +154,10 @@ void Admission::count(const Decision& decision) noexcept {
 template <int bits>
 void Admission::raise(const Decision& decision) noexcept {
   for (const auto& candidate : decision.candidates_) {
-    const auto after = static_cast<uint32_t>(std::min<uint64_t>(uint64_t{candidate.before} + candidate.occurrences, spec_.min_count));
-    Counters<bits>::each(candidate.places, spec_.num_hashes, [&](uint32_t place) { Counters<bits>::raise(candidate.block, place, after); });
+    const auto after =
+        static_cast<uint32_t>(std::min<uint64_t>(uint64_t{candidate.before} + candidate.occurrences, spec_.min_count));
+    Counters<bits>::each(candidate.places, spec_.num_hashes,
+                         [&](uint32_t place) { Counters<bits>::raise(candidate.block, place, after); });
     if (!candidate.is_admitted) *candidate.num_waiting += candidate.before == 0 && after != 0;
     else if (candidate.before != 0 && *candidate.num_waiting > 0) --*candidate.num_waiting;
   }
@@ -181,7 +189,8 @@ void Admission::restore(int64_t num_pushes, int64_t range, const char* bytes, in
     for (size_t at = 0; at < range_bytes(); at += kBlockBytes) {
       std::memcpy(theirs, bytes + at, kBlockBytes);
       auto* block = reinterpret_cast<uint64_t*>(slab.bytes() + in_slab * range_bytes() + at);
-      for (uint32_t place = 0; place < Own::kCount; ++place) Own::raise(block, place, std::min(Own::at(theirs, place), spec_.min_count));
+      for (uint32_t place = 0; place < Own::kCount; ++place)
+        Own::raise(block, place, std::min(Own::at(theirs, place), spec_.min_count));
     }
   });
 }

@@ -4,8 +4,9 @@
 
 namespace geartrain {
 
-AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch, const RowPlaces<const char>& gradients,
-                      const RowPlaces<char>* after, std::vector<int64_t>& positions, std::vector<int64_t>& missing) {
+AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch,
+                   const RowPlaces<const char>& gradients, const RowPlaces<char>* after,
+                   std::vector<int64_t>& positions, std::vector<int64_t>& missing) {
   const auto count = static_cast<int64_t>(positions.size());
   std::vector<uint32_t> occurrences;
   occurrences.reserve(missing.size());

@@ -21,7 +21,8 @@ struct AdmittedPush {
 
 // Removes refused ids from a push of `ids` with rows at `positions` (-1: none), of which `missing` have none. `after`:
 // destination of the updated rows, or null. Throws std::bad_alloc; nothing has changed then.
-AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch, const RowPlaces<const char>& gradients,
-                      const RowPlaces<char>* after, std::vector<int64_t>& positions, std::vector<int64_t>& missing);
+AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch,
+                   const RowPlaces<const char>& gradients, const RowPlaces<char>* after,
+                   std::vector<int64_t>& positions, std::vector<int64_t>& missing);
 
 }  // namespace geartrain

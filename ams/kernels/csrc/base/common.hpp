@@ -36,7 +36,15 @@ inline constexpr int64_t hashed_bucket(int64_t id) {
 inline constexpr int64_t dense_bucket(int64_t id) { return id & (kNumBuckets - 1); }
 
 // Reason why a request changed nothing. Python words the message; `index` is the first offending place in the request.
-enum class Reason : int { negative_id = 0, id_too_large = 1, foreign_bucket = 2, non_finite = 3, overflow = 4, bad_position = 5, beyond_wire = 6 };
+enum class Reason : int {
+  negative_id = 0,
+  id_too_large = 1,
+  foreign_bucket = 2,
+  non_finite = 3,
+  overflow = 4,
+  bad_position = 5,
+  beyond_wire = 6
+};
 
 struct Refusal {
   Reason reason;

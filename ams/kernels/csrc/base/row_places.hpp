@@ -6,7 +6,9 @@
 
 namespace geartrain {
 
-inline const char* row_of(const char* rows, int64_t index, size_t row_bytes) { return rows + static_cast<size_t>(index) * row_bytes; }
+inline const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
+  return rows + static_cast<size_t>(index) * row_bytes;
+}
 
 // Byte: char of rows that are written, const char of rows that are read.
 template <class Byte>

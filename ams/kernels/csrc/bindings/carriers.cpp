@@ -60,8 +60,12 @@ void bind_carriers(nb::module_& m) {
             new (self) GrantOfPython{std::make_shared<Grant>(job, std::move(rules), until)};
           },
           nb::arg("job"), nb::arg("rules"), nb::arg("until"))
-      .def("rights", [](const GrantOfPython& self, const std::string& table) { return self.grant->rights(table); }, nb::arg("table"))
-      .def("owns", [](const GrantOfPython& self, const std::string& name) { return self.grant->owns(name); }, nb::arg("name"))
+      .def(
+          "rights", [](const GrantOfPython& self, const std::string& table) { return self.grant->rights(table); },
+          nb::arg("table"))
+      .def(
+          "owns", [](const GrantOfPython& self, const std::string& name) { return self.grant->owns(name); },
+          nb::arg("name"))
       .def("end", [](const GrantOfPython& self) { self.grant->end(); })
       .def("pop_refused",
            [](const GrantOfPython& self) {
@@ -75,21 +79,24 @@ void bind_carriers(nb::module_& m) {
   nb::class_<ServerOfPython>(m, "DataServer")
       .def(
           "__init__",
-          [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
-             double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes,
-             size_t most_received_bytes, bool uses_tls, const std::string& host, uint16_t port, const nb::object& warn) {
-            new (self) ServerOfPython(
-                std::move(handler),
-                {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes,
-                 most_received_bytes, uses_tls},
-                host, port, warn_of(warn));
+          [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t max_mailboxes, size_t max_connections,
+             double greeting_seconds, double silence_seconds, double spin_seconds, size_t max_frame_bytes,
+             size_t most_bytes, size_t max_received_bytes, bool uses_tls, const std::string& host, uint16_t port,
+             const nb::object& warn) {
+            new (self) ServerOfPython(std::move(handler),
+                                      {max_mailboxes, max_connections, greeting_seconds, silence_seconds, spin_seconds,
+                                       max_frame_bytes, most_bytes, max_received_bytes, uses_tls},
+                                      host, port, warn_of(warn));
           },
-          nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
-          nb::arg("most_connections") = ServerLimits().most_connections, nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
-          nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
-          nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
-          nb::arg("most_received_bytes") = ServerLimits().most_received_bytes,
-          nb::arg("uses_tls") = false, nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
+          nb::arg("handler"), nb::kw_only(), nb::arg("max_mailboxes") = ServerLimits().max_mailboxes,
+          nb::arg("max_connections") = ServerLimits().max_connections,
+          nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
+          nb::arg("silence_seconds") = ServerLimits().silence_seconds,
+          nb::arg("spin_seconds") = ServerLimits().spin_seconds,
+          nb::arg("max_frame_bytes") = ServerLimits().max_frame_bytes,
+          nb::arg("most_bytes") = ServerLimits().most_bytes,
+          nb::arg("max_received_bytes") = ServerLimits().max_received_bytes, nb::arg("uses_tls") = false,
+          nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
       .def(
           "offer",
           [](ServerOfPython& server, const GrantOfPython* grant) {
@@ -111,26 +118,30 @@ void bind_carriers(nb::module_& m) {
   m.def(
       "connect_tcp",
       [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, bool uses_tls,
-         size_t most_frame_bytes, size_t most_in_flight_bytes, size_t most_records) {
+         size_t max_frame_bytes, size_t max_in_flight_bytes, size_t max_records) {
         const std::string shown(secret.c_str(), secret.size());
         WithoutInterpreter release;
-        return connect_tcp(host, port, shown, timeout_seconds, uses_tls, {most_frame_bytes, most_in_flight_bytes, most_records});
+        return connect_tcp(host, port, shown, timeout_seconds, uses_tls,
+                           {max_frame_bytes, max_in_flight_bytes, max_records});
       },
-      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(), nb::arg("uses_tls") = false,
-      nb::arg("most_frame_bytes") = TcpLimits().most_frame_bytes, nb::arg("most_in_flight_bytes") = TcpLimits().most_in_flight_bytes,
-      nb::arg("most_records") = TcpLimits().most_records);
+      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
+      nb::arg("uses_tls") = false, nb::arg("max_frame_bytes") = TcpLimits().max_frame_bytes,
+      nb::arg("max_in_flight_bytes") = TcpLimits().max_in_flight_bytes,
+      nb::arg("max_records") = TcpLimits().max_records);
   m.def("load_tls", &Tls::load, "Raises ConfigError unless OpenSSL 3 of the system can be loaded.");
   m.def(
       "connect_ring",
-      [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds, double idle_seconds,
-         double answer_seconds, size_t most_pool_bytes, size_t most_mailboxes) {
+      [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds,
+         double idle_seconds, double answer_seconds, size_t max_pool_bytes, size_t max_mailboxes) {
         const std::string shown(secret.c_str(), secret.size());
         WithoutInterpreter release;
-        return connect_ring(socket, shown, timeout_seconds, {spin_seconds, idle_seconds, answer_seconds, most_pool_bytes, most_mailboxes});
+        return connect_ring(socket, shown, timeout_seconds,
+                            {spin_seconds, idle_seconds, answer_seconds, max_pool_bytes, max_mailboxes});
       },
-      nb::arg("socket"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(), nb::arg("spin_seconds") = RingLimits().spin_seconds,
-      nb::arg("idle_seconds") = RingLimits().idle_seconds, nb::arg("answer_seconds") = RingLimits().answer_seconds,
-      nb::arg("most_pool_bytes") = RingLimits().most_pool_bytes, nb::arg("most_mailboxes") = RingLimits().most_mailboxes);
+      nb::arg("socket"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
+      nb::arg("spin_seconds") = RingLimits().spin_seconds, nb::arg("idle_seconds") = RingLimits().idle_seconds,
+      nb::arg("answer_seconds") = RingLimits().answer_seconds, nb::arg("max_pool_bytes") = RingLimits().max_pool_bytes,
+      nb::arg("max_mailboxes") = RingLimits().max_mailboxes);
 }
 
 }  // namespace geartrain

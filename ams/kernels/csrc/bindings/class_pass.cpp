@@ -28,7 +28,8 @@ struct Free {
 using AlignedFloats = std::unique_ptr<float[], Free>;  // aligned to cache lines
 
 AlignedFloats aligned_floats(int64_t count) {
-  return AlignedFloats(static_cast<float*>(::operator new[](static_cast<size_t>(count) * sizeof(float), std::align_val_t{64})));
+  return AlignedFloats(
+      static_cast<float*>(::operator new[](static_cast<size_t>(count) * sizeof(float), std::align_val_t{64})));
 }
 
 // Returns reused memory of this thread: fresh pages would cost more than the arithmetic.
@@ -50,14 +51,14 @@ const ClassPass& pass_in(bool bfloat16) { return bfloat16 ? bfloat16_class_pass(
 class PackedClassPass {
  public:
   // `weights` [B] multiply each sample's part of the gradients of rows; none: 1.
-  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16, const std::optional<Floats>& weights,
-                  int64_t centers)
+  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16,
+                  const std::optional<Floats>& weights, int64_t centers)
       : pass_(pass_in(bfloat16)),
         batch_(static_cast<int64_t>(features.shape(0))),
         dim_(static_cast<int64_t>(features.shape(1))),
         centers_(centers),
         normalised_(normalised) {
-    require(centers >= 1 && centers <= kMostCenters, "centers must lie in [1, 32]");
+    require(centers >= 1 && centers <= kMaxCenters, "centers must lie in [1, 32]");
     require(batch_ >= 1 && dim_ >= 1, "features must be [B, D], neither 0");
     require(!weights || static_cast<int64_t>(weights->size()) == batch_, "weights must be [B]");
     features_.assign(features.data(), features.data() + batch_ * dim_);
@@ -72,23 +73,28 @@ class PackedClassPass {
   // In the following, a row of an array is a class: its K centers, one after another.
 
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may have fewer rows.
-  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
-               const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
-               const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets,
-               const std::optional<DoubleRows>& row_sum, const std::optional<FloatRows>& highest) const {
+  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
+               const FloatRows& target_out, const std::optional<FloatRows>& shift, const DoubleRows& sum,
+               const std::optional<FloatParts>& weighted, const std::optional<FloatRows>& kept, int64_t threads,
+               const std::optional<Floats>& offsets, const std::optional<DoubleRows>& row_sum,
+               const std::optional<FloatRows>& highest) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
     require(threads >= 1, "threads must be at least 1");
     require(parts >= 1 && static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B], P not 0");
-    require(!shift || (static_cast<int64_t>(shift->shape(0)) == parts && static_cast<int64_t>(shift->shape(1)) == batch_),
-            "shift must be [P, B]");
+    require(
+        !shift || (static_cast<int64_t>(shift->shape(0)) == parts && static_cast<int64_t>(shift->shape(1)) == batch_),
+        "shift must be [P, B]");
     require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
-                          static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
+                          static_cast<int64_t>(weighted->shape(1)) == batch_ &&
+                          static_cast<int64_t>(weighted->shape(2)) == dim_),
             "weighted must be [P, B, D]");
-    require(!highest || (static_cast<int64_t>(highest->shape(0)) == parts && static_cast<int64_t>(highest->shape(1)) == batch_),
+    require(!highest ||
+                (static_cast<int64_t>(highest->shape(0)) == parts && static_cast<int64_t>(highest->shape(1)) == batch_),
             "highest must be [P, B]");
-    require(!row_sum || (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
+    require(!row_sum ||
+                (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
             "row_sum must be [P, D]");
     require(!row_sum || centers_ == 1, "classes of several centers have no row_sum");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
@@ -125,9 +131,11 @@ class PackedClassPass {
   }
 
   // `kept` may have fewer rows. Returns (a number that is 0, or NaN if a gradient is not finite; Σ g²).
-  std::pair<float, double> overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
-                  const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
-                  int64_t threads, const std::optional<Floats>& offsets, const std::optional<Floats>& common) const {
+  std::pair<float, double> overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
+                                     const Floats& log_sum, const Floats& target_weight,
+                                     const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
+                                     int64_t threads, const std::optional<Floats>& offsets,
+                                     const std::optional<Floats>& common) const {
     const int64_t num_rows = checked_rows(rows);
     require(!common || static_cast<int64_t>(common->size()) == dim_, "common must be [D]");
     require(!common || centers_ == 1, "classes of several centers have nothing in common");
@@ -176,13 +184,19 @@ class PackedClassPass {
 
  private:
   PackedBatch view() const {
-    return {.batch = batch_, .dim = dim_, .centers = centers_, .features = features_.data(), .query = query_.get(), .key = key_.get()};
+    return {.batch = batch_,
+            .dim = dim_,
+            .centers = centers_,
+            .features = features_.data(),
+            .query = query_.get(),
+            .key = key_.get()};
   }
   int64_t row_width() const { return dim_ * centers_; }
   int64_t kept_width() const { return batch_ * centers_; }
 
   int64_t checked_rows(const FloatRows& rows) const {
-    require(static_cast<int64_t>(rows.shape(1)) == row_width(), "rows must be as wide as the features, for each center");
+    require(static_cast<int64_t>(rows.shape(1)) == row_width(),
+            "rows must be as wide as the features, for each center");
     return static_cast<int64_t>(rows.shape(0));
   }
   Targets checked_targets(const IdArray& rows, const IdArray& samples, const FloatRows& chunk) const {
@@ -232,19 +246,19 @@ class PackedClassPass {
 void bind_class_pass(nb::module_& m) {
   m.def("has_bfloat16_class_pass", &has_bfloat16_unit);
   nb::class_<PackedClassPass>(m, "ClassPass")
-      .def(nb::init<const FloatRows&, float, bool, bool, const std::optional<Floats>&, int64_t>(), nb::arg("features").noconvert(),
-           nb::arg("logit_factor"), nb::arg("normalised"), nb::arg("bfloat16") = false, nb::arg("weights").noconvert() = nb::none(),
-           nb::arg("centers") = 1)
+      .def(nb::init<const FloatRows&, float, bool, bool, const std::optional<Floats>&, int64_t>(),
+           nb::arg("features").noconvert(), nb::arg("logit_factor"), nb::arg("normalised"), nb::arg("bfloat16") = false,
+           nb::arg("weights").noconvert() = nb::none(), nb::arg("centers") = 1)
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
-           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
-           nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
-           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(), nb::arg("row_sum").noconvert() = nb::none(),
-           nb::arg("highest").noconvert() = nb::none())
+           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(),
+           nb::arg("shift").noconvert().none(), nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(),
+           nb::arg("kept").noconvert().none(), nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(),
+           nb::arg("row_sum").noconvert() = nb::none(), nb::arg("highest").noconvert() = nb::none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
-           nb::arg("kept").noconvert().none(), nb::arg("factor"),
-           nb::arg("kept_exponentials") = false, nb::arg("threads") = 1,
-           nb::arg("offsets").noconvert() = nb::none(), nb::arg("common").noconvert() = nb::none());
+           nb::arg("kept").noconvert().none(), nb::arg("factor"), nb::arg("kept_exponentials") = false,
+           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(),
+           nb::arg("common").noconvert() = nb::none());
 }
 
 }  // namespace geartrain

@@ -20,7 +20,9 @@ nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors")
     return name;                                                      \
   }())
 
-nb::object of_messages(const char* name) { return nb::module_::import_("geartrain.ams.values.shard_messages").attr(name); }
+nb::object of_messages(const char* name) {
+  return nb::module_::import_("geartrain.ams.values.shard_messages").attr(name);
+}
 
 // Not a static variable, whose initialisation holds a C++ lock: an import may release the interpreter lock meanwhile.
 nb::handle done_class() {
@@ -38,8 +40,8 @@ int64_t number_of(nb::handle value, nb::handle name) {
   const nb::object number = nb::getattr(value, name);
   int64_t result = 0;
   if (!nb::try_cast(number, result))
-    throw Fault("InvalidArgument",
-                nb::cast<std::string>(name) + " is " + nb::cast<std::string>(nb::str(number)) + "; it must be a whole number below 2**63");
+    throw Fault("InvalidArgument", nb::cast<std::string>(name) + " is " + nb::cast<std::string>(nb::str(number)) +
+                                       "; it must be a whole number below 2**63");
   return result;
 }
 
@@ -127,12 +129,16 @@ Scalars scalars_of(nb::handle numbers) {
 BatchFacts batch_of(nb::handle batch, size_t count) {
   BatchFacts facts;
   if (batch.is_none()) return facts;
-  const nb::object occurrences = nb::getattr(batch, GEARTRAIN_NAME("occurrences")), step = nb::getattr(batch, GEARTRAIN_NAME("step"));
-  const nb::object unix_seconds = nb::getattr(batch, GEARTRAIN_NAME("unix_seconds")), pulled_at = nb::getattr(batch, GEARTRAIN_NAME("pulled_at"));
+  const nb::object occurrences = nb::getattr(batch, GEARTRAIN_NAME("occurrences")),
+                   step = nb::getattr(batch, GEARTRAIN_NAME("step"));
+  const nb::object unix_seconds = nb::getattr(batch, GEARTRAIN_NAME("unix_seconds")),
+                   pulled_at = nb::getattr(batch, GEARTRAIN_NAME("pulled_at"));
   if (!occurrences.is_none()) {
-    const auto array = nb::cast<nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(occurrences, false);
+    const auto array =
+        nb::cast<nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(occurrences, false);
     if (array.size() != count)
-      throw Fault("InvalidRows", std::to_string(array.size()) + " occurrences for " + std::to_string(count) + " ids; there must be one per id");
+      throw Fault("InvalidRows", std::to_string(array.size()) + " occurrences for " + std::to_string(count) +
+                                     " ids; there must be one per id");
     facts.occurrences = array.data();
   }
   if (!step.is_none()) facts.step = number_of(batch, GEARTRAIN_NAME("step"));

@@ -55,30 +55,31 @@ void ask_engine(Engine& engine, size_t bytes, const Waiter* waiter, bool has_tur
   ask(caller);
 }
 
-void create_table(ServedTable* self, const std::string& name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr,
-                  const std::string& optimizer, const std::map<std::string, double>& scalars,
+void create_table(ServedTable* self, const std::string& name, int64_t incarnation, std::shared_ptr<RowStore> rows,
+                  double lr, const std::string& optimizer, const std::map<std::string, double>& scalars,
                   const std::map<std::string, std::string>& fixed, bool is_open) {
   std::shared_ptr<const Optimizer> own = rows->spec().optimizer;
-  new (self) ServedTable(name, incarnation, std::move(rows), lr, PushOptimizers(optimizer, scalars, fixed, std::move(own)),
-                         is_open);
+  new (self) ServedTable(name, incarnation, std::move(rows), lr,
+                         PushOptimizers(optimizer, scalars, fixed, std::move(own)), is_open);
 }
 
-void alter_table(ServedTable& table, double lr, const std::string& optimizer, const std::map<std::string, double>& scalars,
-                 const std::map<std::string, std::string>& fixed) {
+void alter_table(ServedTable& table, double lr, const std::string& optimizer,
+                 const std::map<std::string, double>& scalars, const std::map<std::string, std::string>& fixed) {
   table.alter(lr, PushOptimizers(optimizer, scalars, fixed, table.rows().spec().optimizer));
 }
 
 // Returns the error of a refusal of the table's rows.
 nb::any refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
-  return any_of(error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label)));
+  return any_of(
+      error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label)));
 }
 
 int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
 
 // Returns the number of writes of the table.
-int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
-          const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<Flags>& present,
-          nb::handle required_sync, const Waiter* waiter, bool has_turn) {
+int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation,
+             const std::string& table, const IdArray& ids, const MatrixOutput& out, int dtype_code,
+             const std::optional<Flags>& present, nb::handle required_sync, const Waiter* waiter, bool has_turn) {
   const DType dtype = checked_dtype(out, dtype_code);
   if (out.shape(0) < ids.size())
     throw Fault("InvalidRows", std::to_string(out.shape(0)) + " rows of out for " + std::to_string(ids.size()) +
@@ -160,14 +161,15 @@ nb::any written(Engine& engine, size_t bytes, const Waiter* waiter, bool has_tur
 
 void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* label, const std::string& table) {
   if (rows.shape(0) != ids.size())
-    throw Fault("InvalidRows", std::string(label) + " of table " + quoted(table) + " is [" + std::to_string(rows.shape(0)) + ", " +
-                                   std::to_string(rows.shape(1)) + "]; it must have a row for each of " +
-                                   std::to_string(ids.size()) + " ids");
+    throw Fault("InvalidRows", std::string(label) + " of table " + quoted(table) + " is [" +
+                                   std::to_string(rows.shape(0)) + ", " + std::to_string(rows.shape(1)) +
+                                   "]; it must have a row for each of " + std::to_string(ids.size()) + " ids");
 }
 
 // Common part of a push and an assign.
 template <class Request>
-Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const char* label, const std::string& table) {
+Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const char* label,
+                   const std::string& table) {
   require_a_row_each(ids, rows, label, table);
   Request request;
   request.ids = ids.data();
@@ -178,8 +180,8 @@ Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const
 }
 
 nb::any push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
-                int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-                nb::handle batch, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
+             int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group,
+             bool step_goes_on, nb::handle batch, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
   PushRequest request = request_of<PushRequest>(ids, gradients, dtype_code, "gradients", table);
   request.gradients = static_cast<const char*>(gradients.data());
   request.lr = lr;
@@ -215,17 +217,20 @@ int64_t call_of(const nb::callable& apply, const Arguments&... arguments) {
   }
 }
 
-void write(Engine& engine, nb::handle context, const std::string& table, RowChange::Kind kind, nb::object future, const nb::callable& apply) {
+void write(Engine& engine, nb::handle context, const std::string& table, RowChange::Kind kind, nb::object future,
+           const nb::callable& apply) {
   engine.write(context_of(context), table, kind, completion_of(std::move(future)), [&] { return call_of(apply); });
 }
 
-void update_jointly(Engine& engine, nb::handle context, nb::object update, nb::object future, const nb::callable& apply) {
+void update_jointly(Engine& engine, nb::handle context, nb::object update, nb::object future,
+                    const nb::callable& apply) {
   const std::string table = nb::cast<std::string>(update.attr("table"));
   engine.update_jointly(context_of(context), table, rank_write_of(std::move(update)), completion_of(std::move(future)),
                         [&](const Engine::Parts& parts) {
                           if (!are_hosted(table, parts)) throw std::logic_error("the parts are pushes");
                           nb::list updates;
-                          for (const RankWrite* part : parts) updates.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
+                          for (const RankWrite* part : parts)
+                            updates.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
                           return call_of(apply, updates);
                         });
 }
@@ -240,8 +245,8 @@ nb::list call_counts(Engine& engine) {
     for (const int64_t count : each.by_seconds) by_seconds.append(count);
     nb::dict faults;
     for (const auto& [name, count] : each.faults) faults[name.c_str()] = count;
-    all.append(nb::make_tuple(kCarriers[static_cast<size_t>(each.carrier)], kKinds[static_cast<size_t>(each.kind)], by_seconds,
-                              each.seconds, each.bytes_in, each.bytes_out, faults));
+    all.append(nb::make_tuple(kCarriers[static_cast<size_t>(each.carrier)], kKinds[static_cast<size_t>(each.kind)],
+                              by_seconds, each.seconds, each.bytes_in, each.bytes_out, faults));
   }
   return all;
 }
@@ -283,9 +288,10 @@ void bind_engine(nb::module_& m) {
       .def("leave", [](Waiter& waiter) { waiter.has_left = true; })
       .def_prop_ro("has_left", [](const Waiter& waiter) { return waiter.has_left.load(); });
   nb::class_<ServedTable>(m, "ServedTable")
-      .def("__init__", &create_table, nb::kw_only(), nb::arg("name"), nb::arg("incarnation"), nb::arg("rows"), nb::arg("lr"),
-           nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"), nb::arg("is_open"))
-      .def("alter", &alter_table, nb::kw_only(), nb::arg("lr"), nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"))
+      .def("__init__", &create_table, nb::kw_only(), nb::arg("name"), nb::arg("incarnation"), nb::arg("rows"),
+           nb::arg("lr"), nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"), nb::arg("is_open"))
+      .def("alter", &alter_table, nb::kw_only(), nb::arg("lr"), nb::arg("optimizer"), nb::arg("scalars"),
+           nb::arg("fixed"))
       .def("require_meant", &ServedTable::require_meant, nb::arg("incarnation"))
       .def("require_open", &ServedTable::require_open, nb::arg("table_incarnation"))
       .def("require_whole", &ServedTable::require_whole)
@@ -304,15 +310,17 @@ void bind_engine(nb::module_& m) {
         const auto end = std::find_if(all.rbegin(), all.rend(), [](int64_t count) { return count != 0; }).base();
         return std::vector<int64_t>(all.begin(), end);
       });
-  nb::enum_<RowChange::Kind>(m, "Kind").value("remove", RowChange::Kind::remove).value("hosted", RowChange::Kind::hosted);
+  nb::enum_<RowChange::Kind>(m, "Kind")
+      .value("remove", RowChange::Kind::remove)
+      .value("hosted", RowChange::Kind::hosted);
   nb::class_<Alarm>(m, "Alarm")
       .def_prop_rw("at", &Alarm::at, &Alarm::set)
       .def("note", &Alarm::note, nb::arg("deadline").none())
       .def("on_ring", &on_ring, nb::arg("ring"));
   nb::class_<Engine>(m, "Engine")
-      .def(nb::init<int64_t, int64_t, int64_t, std::shared_ptr<Lease>, std::shared_ptr<CompletedWrites>, std::shared_ptr<SyncGroups>>(),
-           nb::kw_only(),
-           nb::arg("shard"), nb::arg("incarnation"), nb::arg("cluster_version"), nb::arg("lease").none(),
+      .def(nb::init<int64_t, int64_t, int64_t, std::shared_ptr<Lease>, std::shared_ptr<CompletedWrites>,
+                    std::shared_ptr<SyncGroups>>(),
+           nb::kw_only(), nb::arg("shard"), nb::arg("incarnation"), nb::arg("cluster_version"), nb::arg("lease").none(),
            nb::arg("completed_writes"), nb::arg("groups"))
       .def_prop_ro("turn", &Engine::turn, nb::rv_policy::reference_internal)
       .def_prop_ro("alarm", &Engine::alarm, nb::rv_policy::reference_internal)
@@ -324,33 +332,44 @@ void bind_engine(nb::module_& m) {
       .def("check_fence", &Engine::check_fence, nb::arg("shard_incarnation"), nb::arg("cluster_version"))
       .def("pull", &pull, nb::arg("shard_incarnation"), nb::arg("cluster_version"), nb::arg("table_incarnation"),
            nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("dtype_code"),
-           nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("waiter").none(), nb::arg("has_turn"))
-      .def("push", &push, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(),
-           nb::arg("dtype_code"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"),
-           nb::arg("batch").none(), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
-      .def("assign", &assign, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
-           nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+           nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("waiter").none(),
+           nb::arg("has_turn"))
+      .def("push", &push, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(),
+           nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr").none(), nb::arg("scale"),
+           nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("batch").none(),
+           nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+      .def("assign", &assign, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(),
+           nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(),
+           nb::arg("has_turn"))
       .def("write", &write, nb::arg("context"), nb::arg("table"), nb::arg("kind"), nb::arg("future"), nb::arg("apply"))
-      .def("update_jointly", &update_jointly, nb::arg("context"), nb::arg("update"), nb::arg("future"), nb::arg("apply"))
-      .def("expire",
-           [](Engine& engine, const std::string& table, nb::callable apply) {
-             return engine.expire(table, [&] { return nb::cast<int64_t>(apply()); });
-           },
-           nb::arg("table"), nb::arg("apply"))
-      .def("expire_groups", &Engine::expire_groups)
+      .def("update_jointly", &update_jointly, nb::arg("context"), nb::arg("update"), nb::arg("future"),
+           nb::arg("apply"))
+      .def(
+          "expire",
+          [](Engine& engine, const std::string& table, nb::callable apply) {
+            return engine.expire(table, [&] { return nb::cast<int64_t>(apply()); });
+          },
+          nb::arg("table"), nb::arg("apply"))
+      .def("expire_sync_groups", &Engine::expire_sync_groups)
       .def("fence", &Engine::fence, nb::arg("job"), nb::arg("incarnation"), nb::arg("forget"))
-      .def("fail_waiting",
-           [](Engine& engine, const std::string& table, nb::handle error) { engine.fail_waiting(table, fault_of(error)); },
-           nb::arg("table"), nb::arg("error"))
+      .def(
+          "fail_waiting",
+          [](Engine& engine, const std::string& table, nb::handle error) {
+            engine.fail_waiting(table, fault_of(error));
+          },
+          nb::arg("table"), nb::arg("error"))
       .def("close", &Engine::close)
       .def("end", &Engine::end)
       .def("fail", &Engine::fail, nb::arg("reason"))
       .def("add_table", &Engine::add_table, nb::arg("table"))
       .def("remove_table", &Engine::remove_table, nb::arg("name"))
-      .def("not_found", [](const Engine& engine, const std::string& name) { return any_of(error_of(engine.not_found(name))); },
-           nb::arg("name"));
+      .def(
+          "not_found",
+          [](const Engine& engine, const std::string& name) { return any_of(error_of(engine.not_found(name))); },
+          nb::arg("name"));
   nb::list bounds;
-  for (double bound = CallCounters::kFirstBoundSeconds; nb::len(bounds) < CallCounters::kNumBounds; bound *= CallCounters::kGrowth)
+  for (double bound = CallCounters::kFirstBoundSeconds; nb::len(bounds) < CallCounters::kNumBounds;
+       bound *= CallCounters::kGrowth)
     bounds.append(bound);
   m.attr("CALL_SECONDS_BOUNDS") = bounds;
   nb::class_<EngineHandler, Handler>(m, "EngineHandler").def(nb::init<std::shared_ptr<Engine>>(), nb::arg("engine"));

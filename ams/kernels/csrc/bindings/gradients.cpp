@@ -24,7 +24,8 @@ struct HeldTensors {
 
 Floats held_floats(const nb::handle& given, int64_t numel, HeldTensors& held) {
   held.floats.push_back(nb::cast<Floats>(given, false));
-  require(numel < 0 || static_cast<int64_t>(held.floats.back().size()) == numel, "a velocity is not as long as its residual");
+  require(numel < 0 || static_cast<int64_t>(held.floats.back().size()) == numel,
+          "a velocity is not as long as its residual");
   return held.floats.back();
 }
 
@@ -64,9 +65,9 @@ int64_t owner_of_not_finite(const std::vector<SweptTensor>& tensors, const float
 
 // Returns the number of the first tensor that is not finite, or -1.
 int64_t take_largest_checked(const nb::list& residuals, const nb::list& velocities, const nb::list& gradients,
-                             const std::vector<int>& dtype_codes, const std::vector<int64_t>& ks, float momentum, float scale,
-                             bool nesterov, const Floats& estimates, const Indices& indices, const Floats& values,
-                             int64_t threads) {
+                             const std::vector<int>& dtype_codes, const std::vector<int64_t>& ks, float momentum,
+                             float scale, bool nesterov, const Floats& estimates, const Indices& indices,
+                             const Floats& values, int64_t threads) {
   const HeldTensors held = held_tensors(residuals, velocities, gradients, dtype_codes, ks);
   require(estimates.size() == ks.size(), "estimates must be as many as tensors");
   require(static_cast<int64_t>(indices.size()) == held.num_selected && indices.size() == values.size(),
@@ -83,7 +84,8 @@ int64_t take_largest_checked(const nb::list& residuals, const nb::list& velociti
 void bind_gradients(nb::module_& m) {
   m.def("take_largest", &take_largest_checked, nb::arg("residuals"), nb::arg("velocities"), nb::arg("gradients"),
         nb::arg("dtype_codes"), nb::arg("ks"), nb::arg("momentum"), nb::arg("scale"), nb::arg("nesterov"),
-        nb::arg("estimates").noconvert(), nb::arg("indices").noconvert(), nb::arg("values").noconvert(), nb::arg("threads"));
+        nb::arg("estimates").noconvert(), nb::arg("indices").noconvert(), nb::arg("values").noconvert(),
+        nb::arg("threads"));
 }
 
 }  // namespace geartrain

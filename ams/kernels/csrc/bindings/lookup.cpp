@@ -62,7 +62,8 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
     require(offsets.size() >= 1, "offsets must not be empty");
     feature.offsets = offsets.data();
     feature.bags = static_cast<int64_t>(offsets.size()) - 1;
-    require(feature.offsets[0] == 0 && feature.offsets[feature.bags] == feature.count, "offsets must go from 0 to the number of ids");
+    require(feature.offsets[0] == 0 && feature.offsets[feature.bags] == feature.count,
+            "offsets must go from 0 to the number of ids");
     for (int64_t bag = 0; bag < feature.bags; ++bag)
       require(feature.offsets[bag] <= feature.offsets[bag + 1], "offsets must not fall");
   }
@@ -78,10 +79,12 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
 }
 
 // `num_rows` of each table; none: any id >= 0.
-void create(HeldLookup* self, const nb::list& features, const std::vector<std::optional<int64_t>>& num_rows, int64_t threads) {
+void create(HeldLookup* self, const nb::list& features, const std::vector<std::optional<int64_t>>& num_rows,
+            int64_t threads) {
   require(threads >= 1, "threads must be >= 1");
   std::vector<int64_t> last_ids;
-  for (const std::optional<int64_t>& rows : num_rows) last_ids.push_back(rows ? *rows - 1 : std::numeric_limits<int64_t>::max());
+  for (const std::optional<int64_t>& rows : num_rows)
+    last_ids.push_back(rows ? *rows - 1 : std::numeric_limits<int64_t>::max());
   std::vector<nb::object> arrays;
   std::vector<Feature> all;
   std::vector<int64_t> counts(last_ids.size(), 0);
@@ -170,7 +173,8 @@ nb::list pool(HeldLookup& self, const nb::list& rows, bool keep_places) {
 }
 
 // Returns Σ g² and the gradients of the rows of each table, whose widths are `dims`.
-std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list& vectors, const std::vector<int64_t>& dims) {
+std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list& vectors,
+                                          const std::vector<int64_t>& dims) {
   const Lookup& lookup = *self.lookup;
   require(static_cast<int64_t>(dims.size()) == lookup.num_tables(), "dims must be as many as tables");
   require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
@@ -181,7 +185,8 @@ std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list
     const auto given = nb::cast<StridedFloats>(vectors[i], false);
     const Feature& feature = lookup.features()[i];
     const auto count = static_cast<int64_t>(given.shape(0)), dim = static_cast<int64_t>(given.shape(1));
-    require(count == feature.num_vectors() && dim == dims[static_cast<size_t>(feature.table)], "gradients have another shape");
+    require(count == feature.num_vectors() && dim == dims[static_cast<size_t>(feature.table)],
+            "gradients have another shape");
     gradients[i] = {given.data(), given.stride(0)};
     if (dim <= 1 || given.stride(1) == 1) continue;
     std::vector<float>& copy = copies.emplace_back(static_cast<size_t>(count * dim));
@@ -206,7 +211,8 @@ std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list
 
 using Places = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-RowBags bags_of(const Places& places, const Places& counts, const std::optional<FloatVector>& weights, size_t num_rows) {
+RowBags bags_of(const Places& places, const Places& counts, const std::optional<FloatVector>& weights,
+                size_t num_rows) {
   require(!weights || weights->size() == places.size(), "weights must be as many as places");
   const RowBags bags{.places = places.data(),
                      .count = static_cast<int64_t>(places.size()),
@@ -218,8 +224,8 @@ RowBags bags_of(const Places& places, const Places& counts, const std::optional<
   return bags;
 }
 
-void pool_row_bags(const FloatMatrix& rows, const Places& places, const Places& counts, const std::optional<FloatVector>& weights,
-                   const FloatOutput& out) {
+void pool_row_bags(const FloatMatrix& rows, const Places& places, const Places& counts,
+                   const std::optional<FloatVector>& weights, const FloatOutput& out) {
   const RowBags bags = bags_of(places, counts, weights, rows.shape(0));
   require(out.shape(0) == counts.size() && out.shape(1) == rows.shape(1), "out has another shape");
   const WithoutInterpreter release;
@@ -287,7 +293,8 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
     const auto own = nb::cast<IdArray>(ids[i], false);
     const auto out = nb::cast<StridedRows>(outs[i], false);
     require(out.shape(0) == own.size(), "out must be as many as ids");
-    require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]], "out has another width or type");
+    require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]],
+            "out has another width or type");
     require(out.size() == 0 || out.shape(1) <= 1 || out.stride(1) == 1, "rows of out must be whole");
     require(out.shape(0) <= 1 || out.stride(0) >= static_cast<int64_t>(out.shape(1)), "rows of out must lie apart");
     pulls.push_back({.table = &self.tables[tables[i]],
@@ -324,9 +331,10 @@ void bind_lookup(nb::module_& m) {
       .def("__init__", &hold_tables, nb::arg("tables"))
       .def("pull", &pull_tables, nb::arg("tables"), nb::arg("ids"), nb::arg("outs"), nb::arg("missing").noconvert(),
            nb::arg("counts").noconvert());
-  m.def("pool_bags", &pool_row_bags, nb::arg("rows"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(), nb::arg("out"));
-  m.def("spread_bags", &spread_row_bags, nb::arg("vectors"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(),
+  m.def("pool_bags", &pool_row_bags, nb::arg("rows"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(),
         nb::arg("out"));
+  m.def("spread_bags", &spread_row_bags, nb::arg("vectors"), nb::arg("places"), nb::arg("counts"),
+        nb::arg("weights").none(), nb::arg("out"));
 }
 
 }  // namespace geartrain

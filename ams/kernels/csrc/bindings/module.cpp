@@ -42,9 +42,10 @@ void bind_refusals(nb::module_& m) {
 
 int64_t first_outside_checked(const IdArray& ids, int64_t last) {
   const int64_t count = static_cast<int64_t>(ids.size());
-  if (count <= kFewIds) return first_outside(ids.data(), count, last);  // faster than acquiring the interpreter lock again
+  // faster than acquiring the interpreter lock again
+  if (count <= kFewIds) return first_out_of_range(ids.data(), count, last);
   const WithoutInterpreter release;
-  return first_outside(ids.data(), count, last);
+  return first_out_of_range(ids.data(), count, last);
 }
 
 int64_t merge_ids_checked(const IdArray& ids, const IdOutput& distinct, const IdOutput& inverse) {
@@ -94,10 +95,11 @@ void sample_checked(int64_t num_ids, int64_t first, uint64_t seed, uint64_t step
 
 // PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before any other code
 // can see them.
-nb::tuple bytes_with_room(const nb::bytes& head, int64_t room) {
+nb::tuple alloc_bytes(const nb::bytes& head, int64_t room) {
   require(room >= 0, "room must be >= 0");
   const size_t head_bytes = head.size();
-  nb::object data = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_bytes + static_cast<size_t>(room))));
+  nb::object data =
+      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_bytes + static_cast<size_t>(room))));
   if (!data.is_valid()) throw nb::python_error();
   char* begin = PyBytes_AS_STRING(data.ptr());
   std::copy_n(head.c_str(), head_bytes, begin);
@@ -133,15 +135,15 @@ NB_MODULE(_core, m) {
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
       nb::arg("ids").noconvert(), nb::call_guard<WithoutInterpreter>());
-  m.def("first_outside", &first_outside_checked, nb::arg("ids").noconvert(), nb::arg("last"));
+  m.def("first_out_of_range", &first_outside_checked, nb::arg("ids").noconvert(), nb::arg("last"));
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());
-  m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("inverse").noconvert(),
-        nb::arg("sums").noconvert());
+  m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"),
+        nb::arg("inverse").noconvert(), nb::arg("sums").noconvert());
   m.def("route", &route_checked, nb::arg("ids").noconvert(), nb::arg("bucket_to_shard").noconvert(), nb::arg("dense"),
         nb::arg("order").noconvert(), nb::arg("counts").noconvert());
   m.def("first_non_finite", &first_non_finite_checked, nb::arg("values").noconvert(), nb::arg("dtype_code"));
-  m.def("bytes_with_room", &bytes_with_room, nb::arg("head"), nb::arg("room"));
+  m.def("alloc_bytes", &alloc_bytes, nb::arg("head"), nb::arg("room"));
   m.def("sample_permutation", &sample_checked, nb::arg("num_ids"), nb::arg("first"), nb::arg("seed"), nb::arg("step"),
         nb::arg("out").noconvert());
 }

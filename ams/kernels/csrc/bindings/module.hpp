@@ -29,7 +29,8 @@ inline nb::any any_of(nb::object object) { return nb::steal<nb::any>(object.rele
 
 // Makes an exception class of the module.
 inline PyObject* new_exception(nb::module_& m, const char* name, PyObject* base) {
-  PyObject* const made = PyErr_NewException((nb::cast<std::string>(m.attr("__name__")) + "." + name).c_str(), base, nullptr);
+  PyObject* const made =
+      PyErr_NewException((nb::cast<std::string>(m.attr("__name__")) + "." + name).c_str(), base, nullptr);
   m.attr(name) = nb::borrow(made);
   return made;
 }

@@ -28,7 +28,9 @@ struct Best {
 
   int64_t rows() const { return static_cast<int64_t>(scores.shape(0)); }
   RunningBest view() const {
-    return {scores.data(), ids.data(), counts.data(), floors.data(), locks.data(), static_cast<int64_t>(scores.shape(1)), keep};
+    return {scores.data(), ids.data(),   counts.data(),
+            floors.data(), locks.data(), static_cast<int64_t>(scores.shape(1)),
+            keep};
   }
 };
 
@@ -42,10 +44,12 @@ Best best_of(nb::handle arrays) {
   const auto keep = nb::cast<int64_t>(arrays.attr("keep"));
   const size_t rows = scores.shape(0);
   require(ids.shape(0) == rows && ids.shape(1) == scores.shape(1), "ids must be as scores");
-  require(counts.size() == rows && floors.size() == rows && locks.size() == rows, "counts, floors, locks must be [rows]");
+  require(counts.size() == rows && floors.size() == rows && locks.size() == rows,
+          "counts, floors, locks must be [rows]");
   require(keep >= 1 && keep < static_cast<int64_t>(scores.shape(1)), "keep must lie in [1, capacity)");
   for (size_t i = 0; i < rows; ++i)
-    require(counts.data()[i] >= 0 && counts.data()[i] < static_cast<int64_t>(scores.shape(1)), "a count is out of range");
+    require(counts.data()[i] >= 0 && counts.data()[i] < static_cast<int64_t>(scores.shape(1)),
+            "a count is out of range");
   return {scores, ids, counts, floors, locks, keep};
 }
 
@@ -57,8 +61,8 @@ UnitRows checked_rows(const Rows& rows, const Ids32* ids, int64_t first) {
 }
 
 // `given_b` None: b gets no results. A block with itself is multiplied once.
-void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Rows& b, int64_t first_b, nb::handle given_b,
-                   int64_t threads) {
+void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Rows& b, int64_t first_b,
+                   nb::handle given_b, int64_t threads) {
   const bool same = first_a == first_b && !given_b.is_none();
   require(a.shape(1) == b.shape(1), "both blocks must be as wide");
   require(!same || (a.data() == b.data() && a.shape(0) == b.shape(0)), "a and b are not the same block");
@@ -71,7 +75,8 @@ void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Row
   recall_pairs(rows_a, best_a.view(), rows_b, view_b, static_cast<int64_t>(a.shape(1)), same, threads);
 }
 
-void strays_checked(const Rows& a, const Ids32& ids_a, nb::handle given_a, const Rows& b, int64_t first_b, int64_t threads) {
+void strays_checked(const Rows& a, const Ids32& ids_a, nb::handle given_a, const Rows& b, int64_t first_b,
+                    int64_t threads) {
   const Best best_a = best_of(given_a);
   require(a.shape(1) == b.shape(1) && best_a.rows() == static_cast<int64_t>(a.shape(0)), "shapes differ");
   const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
@@ -96,14 +101,15 @@ void require_counts(const Ids32& counts, size_t rows, size_t width) {
     require(counts.data()[i] >= 0 && static_cast<size_t>(counts.data()[i]) <= width, "a count is out of range");
 }
 
-void exact_checked(const Rows& a, const Array<const int32_t, 2>& ids, const Ids32& counts, const Rows& b, int64_t first_b,
-                   const Array<double, 2>& scores, int64_t threads) {
+void exact_checked(const Rows& a, const Array<const int32_t, 2>& ids, const Ids32& counts, const Rows& b,
+                   int64_t first_b, const Array<double, 2>& scores, int64_t threads) {
   require(a.shape(1) == b.shape(1) && ids.shape(0) == a.shape(0), "shapes differ");
   require(scores.shape(0) == ids.shape(0) && scores.shape(1) == ids.shape(1), "scores must be as ids");
   require_counts(counts, ids.shape(0), ids.shape(1));
   WithoutInterpreter release;
   exact_scores(a.data(), static_cast<int64_t>(a.shape(0)), static_cast<int64_t>(a.shape(1)), ids.data(), counts.data(),
-               static_cast<int64_t>(ids.shape(1)), b.data(), first_b, static_cast<int64_t>(b.shape(0)), scores.data(), threads);
+               static_cast<int64_t>(ids.shape(1)), b.data(), first_b, static_cast<int64_t>(b.shape(0)), scores.data(),
+               threads);
 }
 
 void best_checked(const Rows& a, const Ids32& ids_a, const Rows& b, int64_t first_b, const Array<double, 2>& scores,
@@ -111,7 +117,8 @@ void best_checked(const Rows& a, const Ids32& ids_a, const Rows& b, int64_t firs
   require(a.shape(1) == b.shape(1) && scores.shape(0) == a.shape(0) && ids.shape(0) == a.shape(0), "shapes differ");
   require(scores.shape(1) == ids.shape(1) && counts.size() == a.shape(0), "scores, ids and counts differ");
   const int64_t k = static_cast<int64_t>(ids.shape(1));
-  for (size_t i = 0; i < counts.size(); ++i) require(counts.data()[i] >= 0 && counts.data()[i] <= k, "a count is out of range");
+  for (size_t i = 0; i < counts.size(); ++i)
+    require(counts.data()[i] >= 0 && counts.data()[i] <= k, "a count is out of range");
   const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
   WithoutInterpreter release;
   exact_best(rows_a, rows_b, static_cast<int64_t>(a.shape(1)), k, scores.data(), ids.data(), counts.data(), threads);
@@ -126,8 +133,8 @@ void rank_checked(const Array<const double, 2>& scores, const Array<const int32_
   require_counts(counts, rows, width);
   WithoutInterpreter release;
   rank_candidates(scores.data(), ids.data(), counts.data(), static_cast<int64_t>(width), floors.data(),
-                  static_cast<int64_t>(rows), error_bound, static_cast<int64_t>(out.shape(1)), out.data(), accepted.data(),
-                  threads);
+                  static_cast<int64_t>(rows), error_bound, static_cast<int64_t>(out.shape(1)), out.data(),
+                  accepted.data(), threads);
 }
 
 
@@ -136,8 +143,8 @@ using Lists = nb::ndarray<const Id, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Returns (count or offending place, fault).
 template <class Id>
-nb::tuple select_checked(const IdArray& offsets, const Lists<Id>& ids, const IdArray& labels, int64_t budget, uint64_t seed,
-                         uint64_t step, const IdOutput& out) {
+nb::tuple select_checked(const IdArray& offsets, const Lists<Id>& ids, const IdArray& labels, int64_t budget,
+                         uint64_t seed, uint64_t step, const IdOutput& out) {
   require(offsets.size() >= 2, "offsets must be [num_classes + 1]");
   const NeighbourLists<Id> table{offsets.data(), ids.data(), static_cast<int64_t>(offsets.size()) - 1,
                                  static_cast<int64_t>(ids.size())};
@@ -161,7 +168,7 @@ using Panels = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device:
 
 void require_panels(const Rows& rows, int64_t num_panels, int64_t bytes) {
   const int64_t dim = static_cast<int64_t>(rows.shape(1));
-  require(dim >= 1 && dim <= kMostColumns, "rows must have 1 to 65536 columns");
+  require(dim >= 1 && dim <= kMaxColumns, "rows must have 1 to 65536 columns");
   require(rows.shape(0) < (size_t{1} << 31), "there are too many rows");
   require(num_panels == panels_of(static_cast<int64_t>(rows.shape(0))) && bytes == panel_bytes(dim),
           "panels must be [rows / 16, bytes of 16 rows]");
@@ -170,7 +177,8 @@ void require_panels(const Rows& rows, int64_t num_panels, int64_t bytes) {
 void encode_checked(const Rows& rows, const Array<uint8_t, 2>& panels, int64_t threads) {
   require_panels(rows, static_cast<int64_t>(panels.shape(0)), static_cast<int64_t>(panels.shape(1)));
   WithoutInterpreter release;
-  encode_rows(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), panels.data(), threads);
+  encode_rows(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), panels.data(),
+              threads);
 }
 
 void search_checked(const Rows& rows, const Panels& panels,
@@ -180,14 +188,16 @@ void search_checked(const Rows& rows, const Panels& panels,
   require(threads >= 1, "threads must be at least 1");
   require(!offsets.has_value() || offsets->size() == rows.shape(0), "offsets must be [rows]");
   require(features.shape(1) == rows.shape(1), "features must be as wide as the rows");
-  require(scores.shape(0) == features.shape(0) && found.shape(0) == features.shape(0) && scores.shape(1) == found.shape(1),
-          "scores and found must be [features, k]");
+  require(
+      scores.shape(0) == features.shape(0) && found.shape(0) == features.shape(0) && scores.shape(1) == found.shape(1),
+      "scores and found must be [features, k]");
   const int64_t count = static_cast<int64_t>(rows.shape(0)), k = static_cast<int64_t>(scores.shape(1));
   require(k <= count, "k must be at most the number of rows");
   const SearchedRows searched{rows.data(),    panels.data(), offsets.has_value() ? offsets->data() : nullptr,
                               largest_offset, count,         static_cast<int64_t>(rows.shape(1))};
   WithoutInterpreter release;
-  search_rows(searched, features.data(), static_cast<int64_t>(features.shape(0)), k, scores.data(), found.data(), threads);
+  search_rows(searched, features.data(), static_cast<int64_t>(features.shape(0)), k, scores.data(), found.data(),
+              threads);
 }
 
 }  // namespace
@@ -199,14 +209,15 @@ void bind_neighbours(nb::module_& m) {
         nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("threads"));
   m.def("trim_best", &trim_checked, nb::arg("best"), nb::arg("threads"));
   m.def("make_unit_rows", &unit_checked, nb::arg("rows").noconvert(), nb::arg("threads"));
-  m.def("exact_scores", &exact_checked, nb::arg("a").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
-        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("scores").noconvert(), nb::arg("threads"));
+  m.def("exact_scores", &exact_checked, nb::arg("a").noconvert(), nb::arg("ids").noconvert(),
+        nb::arg("counts").noconvert(), nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("scores").noconvert(),
+        nb::arg("threads"));
   m.def("exact_best", &best_checked, nb::arg("a").noconvert(), nb::arg("ids_a").noconvert(), nb::arg("b").noconvert(),
         nb::arg("first_b"), nb::arg("scores").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
         nb::arg("threads"));
   m.def("rank_candidates", &rank_checked, nb::arg("scores").noconvert(), nb::arg("ids").noconvert(),
-        nb::arg("counts").noconvert(), nb::arg("floors").noconvert(), nb::arg("error_bound"), nb::arg("out").noconvert(),
-        nb::arg("accepted").noconvert(), nb::arg("threads"));
+        nb::arg("counts").noconvert(), nb::arg("floors").noconvert(), nb::arg("error_bound"),
+        nb::arg("out").noconvert(), nb::arg("accepted").noconvert(), nb::arg("threads"));
   m.def("panel_bytes", &panel_bytes, nb::arg("dim"));
   m.def("encode_rows", &encode_checked, nb::arg("rows").noconvert(), nb::arg("panels").noconvert(), nb::arg("threads"));
   m.def("search_rows", &search_checked, nb::arg("rows").noconvert(), nb::arg("panels").noconvert(),

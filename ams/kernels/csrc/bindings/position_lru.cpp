@@ -33,8 +33,8 @@ using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device:
 using DoubleOutput = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BoolOutput = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& versions, const Doubles& times, double now,
-                        int64_t dense_version, double expire_seconds, const std::optional<int64_t>& max_lag,
+nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& versions, const Doubles& times,
+                        double now, int64_t dense_version, double expire_seconds, const std::optional<int64_t>& max_lag,
                         const IdOutput& out_versions, const DoubleOutput& out_times, const BoolOutput& hits,
                         const Doubles& age_edges, const IdOutput& age_counts, const IdOutput& lag_counts) {
   const size_t count = positions ? positions->size() : versions.size();
@@ -43,13 +43,15 @@ nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& 
   require(!max_lag || *max_lag >= 0, "max_lag must be >= 0");
   if (positions)
     for (size_t i = 0; i < count; ++i)
-      require(static_cast<uint64_t>(positions->data()[i]) < versions.size(), "a position is outside versions and times");
+      require(static_cast<uint64_t>(positions->data()[i]) < versions.size(),
+              "a position is outside versions and times");
   const Freshness freshness{now, dense_version, expire_seconds,
                             max_lag ? static_cast<uint64_t>(*max_lag) : std::numeric_limits<uint64_t>::max()};
   const AgeCounts counts{age_edges.data(), static_cast<int64_t>(age_edges.size()), age_counts.data(), lag_counts.data(),
                          static_cast<int64_t>(lag_counts.size())};
-  const FreshnessCheck judged = judge(positions ? positions->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
-                              freshness, out_versions.data(), out_times.data(), hits.data(), counts);
+  const FreshnessCheck judged =
+      judge(positions ? positions->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
+            freshness, out_versions.data(), out_times.data(), hits.data(), counts);
   return nb::make_tuple(judged.hits, judged.absent, judged.lagging);
 }
 

@@ -37,20 +37,34 @@ AdmissionSpec admission_of(const std::optional<AdmissionGiven>& given) {
     return spec;
   }
   spec.kind = AdmissionSpec::Kind::min_count;
-  std::tie(spec.min_count, spec.counter_bits, spec.num_hashes, spec.num_ranges, spec.range_blocks) = std::get<1>(*given);
+  std::tie(spec.min_count, spec.counter_bits, spec.num_hashes, spec.num_ranges, spec.range_blocks) =
+      std::get<1>(*given);
   return spec;
 }
 
-RowStoreSpec spec_of(int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer, int distribution, double first,
-                     double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets, int64_t num_rows, int64_t threads,
-                     int64_t window, const std::optional<AdmissionGiven>& admission, bool keeps_lives, int64_t max_bytes,
+RowStoreSpec spec_of(int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
+                     int distribution, double first, double second, uint64_t seed, uint32_t table_hash,
+                     const IdArray& owned_buckets, int64_t num_rows, int64_t threads, int64_t window,
+                     const std::optional<AdmissionGiven>& admission, bool keeps_lives, int64_t max_bytes,
                      const std::string& name) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(window >= 4, "window must be >= 4");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
-  return {dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned, num_rows, threads, window,
-          admission.has_value() || keeps_lives, admission_of(admission), keeps_lives, max_bytes, name};
+  return {dim,
+          static_cast<DType>(dtype),
+          static_cast<DType>(slot_dtype),
+          optimizer,
+          initial,
+          owned,
+          num_rows,
+          threads,
+          window,
+          admission.has_value() || keeps_lives,
+          admission_of(admission),
+          keeps_lives,
+          max_bytes,
+          name};
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<Flags>& present) {
@@ -63,16 +77,16 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
 
-int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer, float lr,
-             float scale, bool ends_step, nb::handle batch) {
+int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer,
+             float lr, float scale, bool ends_step, nb::handle batch) {
   const PushStep step{optimizer, {lr, scale}, batch_of(batch, ids.size())};
   WithoutInterpreter release;
   return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())},
                     static_cast<DType>(dtype_code), step, ends_step);
 }
 
-void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer,
-                float lr, float scale) {
+void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code,
+                const Optimizer& optimizer, float lr, float scale) {
   WithoutInterpreter release;
   store.check_push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())},
                    static_cast<DType>(dtype_code), {optimizer, {lr, scale}});
@@ -106,7 +120,9 @@ int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   return store.freeze(since);
 }
 
-RowLife* lives_in(const std::optional<Lives>& lives) { return lives ? reinterpret_cast<RowLife*>(lives->data()) : nullptr; }
+RowLife* lives_in(const std::optional<Lives>& lives) {
+  return lives ? reinterpret_cast<RowLife*>(lives->data()) : nullptr;
+}
 
 nb::tuple read_lives(const RowStore& store, int64_t position, const IdOutput& ids, const std::optional<Lives>& lives) {
   require(position >= 0, "position must be >= 0");
@@ -123,9 +139,9 @@ nb::tuple as_tuple(const LifeClock& clock) {
   return nb::make_tuple(clock.step, clock.seconds);
 }
 
-int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
-                    const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets,
-                    const std::optional<Lives>& lives) {
+int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows,
+                    const std::optional<MatrixOutput>& slots, const std::optional<IdOutput>& steps,
+                    const std::optional<ByteArray>& buckets, const std::optional<Lives>& lives) {
   require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
   WithoutInterpreter release;
   return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(),
@@ -137,7 +153,8 @@ int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const s
                 const std::optional<IdArray>& steps, const std::optional<Lives>& lives) {
   WithoutInterpreter release;
   return store.restore(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()),
-                       slots ? static_cast<const char*>(slots->data()) : nullptr, steps ? steps->data() : nullptr, lives_in(lives));
+                       slots ? static_cast<const char*>(slots->data()) : nullptr, steps ? steps->data() : nullptr,
+                       lives_in(lives));
 }
 
 nb::tuple step_state(const RowStore& store) {
@@ -177,7 +194,8 @@ std::optional<nb::tuple> frozen_admission(const RowStore& store, int64_t start, 
   std::vector<int64_t> numbers, waiting;
   const Admission& admission = *store.admission();
   const size_t width = admission.range_bytes();
-  const int64_t slab_ranges = admission.slab_ranges(), num_ranges = static_cast<int64_t>(state->slabs.size()) * slab_ranges;
+  const int64_t slab_ranges = admission.slab_ranges(),
+                num_ranges = static_cast<int64_t>(state->slabs.size()) * slab_ranges;
   const int64_t most = std::max<int64_t>(1, most_bytes / static_cast<int64_t>(width));
   std::unique_ptr<uint8_t[]> bytes;
   {
@@ -194,13 +212,15 @@ std::optional<nb::tuple> frozen_admission(const RowStore& store, int64_t start, 
     bytes.reset(new uint8_t[std::max<size_t>(1, numbers.size() * width)]);
     for (size_t n = 0; n < numbers.size(); ++n) {
       const auto& slab = state->slabs[static_cast<size_t>(numbers[n] / slab_ranges)];
-      std::memcpy(bytes.get() + n * width, slab->bytes() + static_cast<size_t>(numbers[n] % slab_ranges) * width, width);
+      std::memcpy(bytes.get() + n * width, slab->bytes() + static_cast<size_t>(numbers[n] % slab_ranges) * width,
+                  width);
     }
   }
   uint8_t* const data = bytes.get();
   const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
-  return nb::make_tuple(state->num_pushes, numbers, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {numbers.size(), width}, owner),
-                        waiting, from < num_ranges ? from : -1);
+  return nb::make_tuple(state->num_pushes, numbers,
+                        nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {numbers.size(), width}, owner), waiting,
+                        from < num_ranges ? from : -1);
 }
 
 void restore_admission(RowStore& store, int64_t num_pushes, const std::vector<int64_t>& ranges,
@@ -208,22 +228,26 @@ void restore_admission(RowStore& store, int64_t num_pushes, const std::vector<in
                        const std::vector<int64_t>& waiting) {
   require(store.admission() != nullptr, "the table admits every id");
   const AdmissionSpec& spec = store.admission()->spec();
-  require(num_pushes >= 0 && ranges.size() == waiting.size() && counters.shape(0) == ranges.size(), "counters must be as many as ranges");
-  require(ranges.empty() || (spec.kind == AdmissionSpec::Kind::min_count && counters.shape(1) == store.admission()->range_bytes()),
+  require(num_pushes >= 0 && ranges.size() == waiting.size() && counters.shape(0) == ranges.size(),
+          "counters must be as many as ranges");
+  require(ranges.empty() ||
+              (spec.kind == AdmissionSpec::Kind::min_count && counters.shape(1) == store.admission()->range_bytes()),
           "counters must be those of a filter of the same size");
   for (size_t i = 0; i < ranges.size(); ++i)
     require(ranges[i] >= 0 && ranges[i] < spec.num_ranges && waiting[i] >= 0, "ranges must be those of the filter");
   const auto* bytes = reinterpret_cast<const char*>(counters.data());
   WithoutInterpreter release;
   store.restore_admission(num_pushes, -1, nullptr, 0);
-  for (size_t i = 0; i < ranges.size(); ++i) store.restore_admission(num_pushes, ranges[i], bytes + i * counters.shape(1), waiting[i]);
+  for (size_t i = 0; i < ranges.size(); ++i)
+    store.restore_admission(num_pushes, ranges[i], bytes + i * counters.shape(1), waiting[i]);
 }
 
 // Returns (waiting ids, refused gradients, their occurrences); None: the table admits every id.
 std::optional<nb::tuple> refused(const RowStore& store) {
   const Admission* admission = store.admission();
   if (admission == nullptr) return std::nullopt;
-  return nb::make_tuple(admission->num_waiting(), admission->refused_gradients(), admission->refused_occurrences(), admission->memory_bytes());
+  return nb::make_tuple(admission->num_waiting(), admission->refused_gradients(), admission->refused_occurrences(),
+                        admission->memory_bytes());
 }
 
 
@@ -232,30 +256,36 @@ using FloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>
 
 void require_within(const IdArray& numbers, size_t num_rows) {
   const auto [low, high] = std::minmax_element(numbers.data(), numbers.data() + numbers.size());
-  require(numbers.size() == 0 || (*low >= 0 && *high < static_cast<int64_t>(num_rows)), "a number lies outside the rows");
+  require(numbers.size() == 0 || (*low >= 0 && *high < static_cast<int64_t>(num_rows)),
+          "a number lies outside the rows");
 }
 
 void gather_checked(const FloatRows& rows, const IdArray& numbers, const FloatRows& out) {
   require(out.shape(0) == numbers.size() && out.shape(1) == rows.shape(1), "out must be [N, D]");
   WithoutInterpreter release;
   require_within(numbers, rows.shape(0));
-  gather_rows(rows.data(), static_cast<int64_t>(rows.shape(1)), numbers.data(), static_cast<int64_t>(numbers.size()), out.data());
+  gather_rows(rows.data(), static_cast<int64_t>(rows.shape(1)), numbers.data(), static_cast<int64_t>(numbers.size()),
+              out.data());
 }
 
-int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::optional<MatrixOutput>& slots, int slot_dtype_code,
-                       const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers, const FloatRows& gradients,
-                       int64_t first_id, uint64_t seed, uint32_t table_hash, const Optimizer& optimizer, float lr, float scale,
-                       const CatchUp* catch_up, const std::optional<IdArray>& ids) {
-  require((optimizer.num_slots() > 0) == slots.has_value(), "slots must be given for an optimizer that has them, and only for those");
+int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::optional<MatrixOutput>& slots,
+                       int slot_dtype_code, const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers,
+                       const FloatRows& gradients, int64_t first_id, uint64_t seed, uint32_t table_hash,
+                       const Optimizer& optimizer, float lr, float scale, const CatchUp* catch_up,
+                       const std::optional<IdArray>& ids) {
+  require((optimizer.num_slots() > 0) == slots.has_value(),
+          "slots must be given for an optimizer that has them, and only for those");
   const DType dtype = checked_dtype(rows, dtype_code);
   const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
   require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == optimizer.slot_dim(rows.shape(1))),
           "slots must be as many as the rows and as wide as the optimizer's, one after the other");
   require(slot_dtype == DType::float32 || optimizer.takes_narrow_slots(), "slots of this optimizer must be float32");
-  require((catch_up != nullptr) == optimizer.drift().has_value(), "catch_up must be given where untouched rows move, and only there");
+  require((catch_up != nullptr) == optimizer.drift().has_value(),
+          "catch_up must be given where untouched rows move, and only there");
   const bool counts =
       optimizer.counts_updates() || dtype != DType::float32 || slot_dtype != DType::float32 || catch_up != nullptr;
-  require(counts == steps.has_value(), "steps must be given where updates or steps are counted, and for 16 bits, and only there");
+  require(counts == steps.has_value(),
+          "steps must be given where updates or steps are counted, and for 16 bits, and only there");
   require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
@@ -269,8 +299,9 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
                      {optimizer, {lr, scale}, catch_up});
 }
 
-void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& slots, int slot_dtype_code, const IdOutput& steps,
-                  const std::optional<IdArray>& numbers, const CatchUp& catch_up, const FloatRows& out) {
+void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& slots, int slot_dtype_code,
+                  const IdOutput& steps, const std::optional<IdArray>& numbers, const CatchUp& catch_up,
+                  const FloatRows& out) {
   const DType dtype = checked_dtype(rows, dtype_code), slot_dtype = checked_dtype(slots, slot_dtype_code);
   require(slots.shape(0) == rows.shape(0) && slots.shape(1) == rows.shape(1), "slots must be shaped as the rows");
   require(steps.size() == rows.shape(0), "steps must be as many as rows");
@@ -326,7 +357,8 @@ void bind_steps(nb::module_& m) {
 }  // namespace
 
 void bind_row_store(nb::module_& m) {
-  m.def("full_dense_table", &full_dense_table, nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"), nb::arg("item_bytes"));
+  m.def("full_dense_table", &full_dense_table, nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
+        nb::arg("item_bytes"));
   m.def("optimizer_names", &optimizer_names);
   nb::class_<Optimizer>(m, "Optimizer")
       .def(nb::new_([](const std::string& name, const std::map<std::string, double>& scalars) {
@@ -334,26 +366,30 @@ void bind_row_store(nb::module_& m) {
            }),
            nb::arg("name"), nb::arg("scalars"));
   nb::class_<RowStoreSpec>(m, "RowStoreSpec")
-      .def(nb::new_(&spec_of), nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("optimizer"),
-           nb::arg("distribution"), nb::arg("first"), nb::arg("second"), nb::arg("seed"), nb::arg("table_hash"),
-           nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"), nb::arg("threads"), nb::arg("window"),
-           nb::arg("admission") = nb::none(), nb::arg("keeps_lives") = false, nb::arg("max_bytes") = -1, nb::arg("name") = "");
+      .def(nb::new_(&spec_of), nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
+           nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"), nb::arg("seed"),
+           nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"), nb::arg("threads"),
+           nb::arg("window"), nb::arg("admission") = nb::none(), nb::arg("keeps_lives") = false,
+           nb::arg("max_bytes") = -1, nb::arg("name") = "");
   nb::class_<RowStore>(m, "RowStore")
       .def(nb::init<const RowStoreSpec&>(), nb::arg("spec"))
       .def("alter", &RowStore::alter, nb::arg("to"), nb::call_guard<WithoutInterpreter>())
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
-           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("batch").none() = nb::none())
+           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"),
+           nb::arg("batch").none() = nb::none())
       .def("frozen_admission", &frozen_admission, nb::arg("start"), nb::arg("most_bytes"))
-      .def("restore_admission", &restore_admission, nb::arg("num_pushes"), nb::arg("ranges"), nb::arg("counters").noconvert(), nb::arg("waiting"))
+      .def("restore_admission", &restore_admission, nb::arg("num_pushes"), nb::arg("ranges"),
+           nb::arg("counters").noconvert(), nb::arg("waiting"))
       .def("refused", &refused)
-      .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
-           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
-      .def("cannot_overflow",
-           [](const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {
-             return store.cannot_overflow(largest, {optimizer, {lr, scale}});
-           },
-           nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
+      .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(),
+           nb::arg("dtype_code"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
+      .def(
+          "cannot_overflow",
+          [](const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {
+            return store.cannot_overflow(largest, {optimizer, {lr, scale}});
+          },
+          nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<WithoutInterpreter>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
@@ -364,37 +400,40 @@ void bind_row_store(nb::module_& m) {
       .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))
       .def("knows_moment", &RowStore::knows_moment, nb::arg("moment"))
       .def_prop_ro("latest_moment", &RowStore::latest_moment)
-      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
-           nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none(), nb::arg("lives").noconvert().none() = nb::none())
+      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("slots").none(), nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none(),
+           nb::arg("lives").noconvert().none() = nb::none())
       .def("thaw", &RowStore::thaw, nb::arg("kept"))
       .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
            nb::arg("steps").noconvert().none(), nb::arg("lives").noconvert().none() = nb::none())
-      .def("read_lives", &read_lives, nb::arg("position"), nb::arg("ids").noconvert(), nb::arg("lives").noconvert().none())
-      .def("advance_clock", [](RowStore& store, int64_t step, int64_t seconds) { store.advance_clock({step, seconds}); },
-           nb::arg("step"), nb::arg("seconds"))
+      .def("read_lives", &read_lives, nb::arg("position"), nb::arg("ids").noconvert(),
+           nb::arg("lives").noconvert().none())
+      .def(
+          "advance_clock", [](RowStore& store, int64_t step, int64_t seconds) { store.advance_clock({step, seconds}); },
+          nb::arg("step"), nb::arg("seconds"))
       .def_prop_ro("clock", [](const RowStore& store) { return as_tuple(store.clock()); })
       .def("pop_leap", [](RowStore& store) { return as_tuple(store.pop_leap()); })
-      .def_prop_ro("most_rows", &RowStore::most_rows)
+      .def_prop_ro("max_rows", &RowStore::max_rows)
       .def_prop_ro("num_evicted", &RowStore::num_evicted)
       .def("step_state", &step_state)
       .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
       .def_prop_ro("num_present", &RowStore::num_present)
       .def_prop_ro("memory_bytes", &RowStore::memory_bytes)
-      .def("memory_parts",
-           [](const RowStore& store) {
-             const RowStore::MemoryParts parts = store.memory_parts();
-             return nb::make_tuple(parts.rows, parts.slots, parts.index, parts.snapshots);
-           });
+      .def("memory_parts", [](const RowStore& store) {
+        const RowStore::MemoryParts parts = store.memory_parts();
+        return nb::make_tuple(parts.rows, parts.slots, parts.index, parts.snapshots);
+      });
   bind_steps(m);
-  m.def("gather_rows", &gather_checked, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(), nb::arg("out").noconvert());
+  m.def("gather_rows", &gather_checked, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(),
+        nb::arg("out").noconvert());
   m.def("update_rows", &update_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),
         nb::arg("slots").noconvert().none(), nb::arg("slot_dtype"), nb::arg("steps").noconvert().none(),
         nb::arg("numbers").noconvert().none(), nb::arg("gradients").noconvert(), nb::arg("first_id"), nb::arg("seed"),
         nb::arg("table_hash"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("catch_up").none(),
         nb::arg("ids").noconvert().none());
-  m.def("read_rows", &read_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"), nb::arg("slots").noconvert(),
-        nb::arg("slot_dtype"), nb::arg("steps").noconvert(), nb::arg("numbers").noconvert().none(), nb::arg("catch_up"),
-        nb::arg("out").noconvert());
+  m.def("read_rows", &read_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),
+        nb::arg("slots").noconvert(), nb::arg("slot_dtype"), nb::arg("steps").noconvert(),
+        nb::arg("numbers").noconvert().none(), nb::arg("catch_up"), nb::arg("out").noconvert());
 }
 
 }  // namespace geartrain

@@ -31,15 +31,18 @@ void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_
   new (self) RowsClient({.bucket_shards = {map, map + kNumBuckets}, .num_shards = num_shards});
 }
 
-void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense, int wire_code, bool counts_occurrences) {
+void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense, int wire_code,
+                  bool counts_occurrences) {
   require(dtype_code >= 0 && dtype_code < kNumDTypes && wire_code >= 0 && wire_code < kNumDTypes,
           "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
   require(dtype_code == 0 || wire_code == dtype_code, "rows of 16 bits travel as they are");
-  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code), counts_occurrences};
+  new (self) TableFacts{std::move(name),   dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code),
+                        counts_occurrences};
 }
 
 SteadyTime::duration duration_of(double seconds) {
-  return std::chrono::duration_cast<SteadyTime::duration>(std::chrono::duration<double>(std::min(seconds, kLongestSeconds)));
+  return std::chrono::duration_cast<SteadyTime::duration>(
+      std::chrono::duration<double>(std::min(seconds, kLongestSeconds)));
 }
 
 // Returns an attempt whose `watch` receives the shards that have not replied, every 100 ms. Signals of the main thread
@@ -78,7 +81,8 @@ PullRequest pull_request(const TableFacts& table, const IdArray& ids, const Matr
   request.rows = static_cast<char*>(out.data());
   request.present = present ? present->data() : nullptr;
   request.size = request.count;
-  require(out.shape(0) == ids.size() && request.dim >= table.dim && request.dtype == table.dtype, "out must be [N, dim] of the table's dtype");
+  require(out.shape(0) == ids.size() && request.dim >= table.dim && request.dtype == table.dtype,
+          "out must be [N, dim] of the table's dtype");
   require(!present || present->size() == ids.size(), "present must be [N]");
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
   return request;
@@ -108,9 +112,10 @@ nb::object python_of(const std::vector<PartOutcome>& parts) {
   return nb::make_tuple(joint.created, joint.duplicate);
 }
 
-std::optional<nb::list> pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
-                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch,
-                const std::vector<int64_t>& shards) {
+std::optional<nb::list> pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
+                             const MatrixOutput& out, int dtype_code, const std::optional<Flags>& present,
+                             nb::handle required_sync, double seconds, nb::handle watch,
+                             const std::vector<int64_t>& shards) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, present, required_sync);
   const Attempt attempt = attempt_of(seconds, watch);
   Undone undone;
@@ -144,14 +149,16 @@ void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::o
   self.gather();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t number = numbers ? numbers->data()[i] : i;
-    std::memcpy(self.each()[number], static_cast<const char*>(rows.data()) + static_cast<size_t>(number) * self.row_bytes(), self.row_bytes());
+    std::memcpy(self.each()[number],
+                static_cast<const char*>(rows.data()) + static_cast<size_t>(number) * self.row_bytes(),
+                self.row_bytes());
   }
   self.scatter();
 }
 
-std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
-                          const ScatteredRows& out, nb::handle required_sync, double seconds, nb::handle watch,
-                          const std::vector<int64_t>& shards) {
+std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation,
+                                       const IdArray& ids, const ScatteredRows& out, nb::handle required_sync,
+                                       double seconds, nb::handle watch, const std::vector<int64_t>& shards) {
   require(out.count() == static_cast<int64_t>(ids.size()) && table.dtype == DType::float32 &&
               out.row_bytes() == static_cast<size_t>(table.dim) * sizeof(float),
           "out must be [N, dim] of the table's dtype");
@@ -185,7 +192,8 @@ nb::tuple pull_together(RowsClient& client, const nb::list& pulls, double second
     IdArray ids;
     MatrixOutput out;
     require(nb::try_cast(parts[2], ids, false) && nb::try_cast(parts[3], out, false), kArrays);
-    all.push_back({&table, nb::cast<int64_t>(parts[1]), pull_request(table, ids, out, nb::cast<int>(parts[4]), std::nullopt, nb::none())});
+    all.push_back({&table, nb::cast<int64_t>(parts[1]),
+                   pull_request(table, ids, out, nb::cast<int>(parts[4]), std::nullopt, nb::none())});
   }
   const Attempt attempt = attempt_of(seconds, watch);
   std::vector<Pulled> pulled;
@@ -202,8 +210,8 @@ nb::tuple pull_together(RowsClient& client, const nb::list& pulls, double second
   return nb::make_tuple(is_whole ? nb::object(nb::none()) : nb::object(left), writes);
 }
 
-bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
-                int dtype_code, nb::handle required_sync, double seconds, nb::object tag) {
+bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
+                const MatrixOutput& out, int dtype_code, nb::handle required_sync, double seconds, nb::object tag) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, std::nullopt, required_sync);
   Attempt attempt = attempt_of(seconds, nb::none());
   std::shared_ptr<nb::object> label = kept(std::move(tag));
@@ -212,12 +220,14 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
 }
 
 // Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: not pulled).
-using BatchFactsGiven = std::tuple<std::optional<Counts>, std::optional<int64_t>, std::optional<double>, std::optional<std::vector<int64_t>>>;
+using BatchFactsGiven = std::tuple<std::optional<Counts>, std::optional<int64_t>, std::optional<double>,
+                                   std::optional<std::vector<int64_t>>>;
 
 void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t count, const Placement& placement) {
   const auto& [occurrences, step, unix_seconds, pulled_at] = given;
   require(!occurrences || occurrences->size() == count, "occurrences must be [N]");
-  require(!pulled_at || static_cast<int64_t>(pulled_at->size()) == placement.num_shards, "pulled_at must have a number for each shard");
+  require(!pulled_at || static_cast<int64_t>(pulled_at->size()) == placement.num_shards,
+          "pulled_at must have a number for each shard");
   if (occurrences) settings.batch.occurrences = occurrences->data();
   settings.batch.step = step;
   settings.batch.unix_seconds = unix_seconds;
@@ -226,9 +236,10 @@ void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t co
 
 // `rows`: Matrix, or ScatteredRows, whose gathered copies stay.
 template <class Rows>
-void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
-             bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-             bool every_shard, bool are_distinct, const std::optional<BatchFactsGiven>& batch) {
+void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids,
+             const Rows& rows, int dtype_code, bool is_assign, int check, std::optional<double> lr, double scale,
+             nb::handle scalars, nb::handle group, bool step_goes_on, bool every_shard, bool are_distinct,
+             const std::optional<BatchFactsGiven>& batch) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
   size_t num_rows = 0, row_bytes = 0;
   DType dtype = DType::float32;
@@ -244,7 +255,8 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
     row_bytes = rows.shape(1) * item_bytes(dtype);
     places.first = static_cast<const char*>(rows.data());
   }
-  require(num_rows == ids.size() && row_bytes == static_cast<size_t>(table.dim) * item_bytes(dtype), "rows must be [N, dim]");
+  require(num_rows == ids.size() && row_bytes == static_cast<size_t>(table.dim) * item_bytes(dtype),
+          "rows must be [N, dim]");
   WriteSettings settings;
   settings.is_assign = is_assign;
   settings.lr = lr;
@@ -257,14 +269,14 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   if (batch) fill_batch(settings, *batch, ids.size(), client.placement());
   const WithoutInterpreter release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
-  new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
-                           static_cast<RowCheck>(check));
+  new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype,
+                           std::move(settings), static_cast<RowCheck>(check));
 }
 
 // `pushes`: distinct ids and finite gradients of several tables, (table, ids, rows, dtype_code, every_shard, batch)
 // each.
-nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::optional<double> lr, double scale, nb::handle scalars,
-                        nb::handle group) {
+nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::optional<double> lr, double scale,
+                        nb::handle scalars, nb::handle group) {
   struct Push {
     const TableFacts* table;
     IdArray ids;
@@ -287,8 +299,10 @@ nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::o
     require(nb::try_cast(parts[1], push.ids, false) && nb::try_cast(parts[2], push.rows, false), kArrays);
     push.dtype = checked_dtype(push.rows, nb::cast<int>(parts[3]));
     push.settings.every_shard = nb::cast<bool>(parts[4]);
-    require(push.rows.shape(0) == push.ids.size() && static_cast<int64_t>(push.rows.shape(1)) == push.table->dim, "rows must be [N, dim]");
-    if (!parts[5].is_none()) fill_batch(push.settings, nb::cast<BatchFactsGiven>(parts[5]), push.ids.size(), client.placement());
+    require(push.rows.shape(0) == push.ids.size() && static_cast<int64_t>(push.rows.shape(1)) == push.table->dim,
+            "rows must be [N, dim]");
+    if (!parts[5].is_none())
+      fill_batch(push.settings, nb::cast<BatchFactsGiven>(parts[5]), push.ids.size(), client.placement());
     all.push_back(std::move(push));
   }
   std::vector<std::unique_ptr<PreparedWrite>> prepared;
@@ -296,8 +310,9 @@ nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::o
     const WithoutInterpreter release;
     for (Push& push : all)
       prepared.push_back(std::make_unique<PreparedWrite>(
-          *push.table, client.placement(), push.ids.data(), RowPlaces<const char>{static_cast<const char*>(push.rows.data())},
-          static_cast<int64_t>(push.ids.size()), push.dtype, std::move(push.settings), RowCheck::product));
+          *push.table, client.placement(), push.ids.data(),
+          RowPlaces<const char>{static_cast<const char*>(push.rows.data())}, static_cast<int64_t>(push.ids.size()),
+          push.dtype, std::move(push.settings), RowCheck::product));
   }
   nb::list writes;
   for (size_t i = 0; i < prepared.size(); ++i) {
@@ -320,7 +335,8 @@ CallContext context_of(const ContextGiven& given) {
 }
 
 // `calls`: writes with their contexts and shards; no shards: all.
-nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWrite*, ContextGiven, std::vector<int64_t>>>& calls,
+nb::list write(RowsClient& client,
+               const std::vector<std::tuple<const PreparedWrite*, ContextGiven, std::vector<int64_t>>>& calls,
                double seconds, nb::handle watch) {
   std::vector<Write> writes;
   writes.reserve(calls.size());
@@ -338,15 +354,16 @@ nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWr
 
 // Returns (outcome as of write(), the writes that each shard with rows had applied then, or None if some rows are
 // missing).
-nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, const ScatteredRows& out, double seconds,
-                         nb::handle watch) {
+nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context,
+                         const ScatteredRows& out, double seconds, nb::handle watch) {
   PullRequest after;
   after.count = out.count();
   after.dim = prepared.dim();
   after.each = out.each();
   if (prepared.dtype() != DType::float32) after.wire = prepared.dtype();
-  require(prepared.num_rows() == out.count() && out.row_bytes() == static_cast<size_t>(prepared.dim()) * sizeof(float) &&
-              !prepared.is_merged() && !prepared.group(),
+  require(prepared.num_rows() == out.count() &&
+              out.row_bytes() == static_cast<size_t>(prepared.dim()) * sizeof(float) && !prepared.is_merged() &&
+              !prepared.group(),
           "rows come after a push of as many distinct ids, which waits for no other rank");
   const Write write{&prepared, context_of(context), {}, &after};
   const Attempt attempt = attempt_of(seconds, watch);
@@ -361,7 +378,8 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, cons
   return nb::make_tuple(python_of(parts), writes ? nb::object(nb::tuple(nb::cast(*writes))) : nb::none());
 }
 
-bool begin_write(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, double seconds, nb::object tag) {
+bool begin_write(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, double seconds,
+                 nb::object tag) {
   const Write write{&prepared, context_of(context), {}};
   Attempt attempt = attempt_of(seconds, nb::none());
   std::shared_ptr<nb::object> label = kept(std::move(tag));
@@ -379,7 +397,8 @@ std::optional<nb::tuple> next_reply(RowsClient& client, double seconds) {
   }
   if (!reply) return std::nullopt;
   const nb::object tag = *static_cast<nb::object*>(reply->tag.get());
-  return nb::make_tuple(tag, std::visit([](const auto& outcome) { return nb::cast(python_of(outcome)); }, reply->outcome));
+  return nb::make_tuple(tag,
+                        std::visit([](const auto& outcome) { return nb::cast(python_of(outcome)); }, reply->outcome));
 }
 
 }  // namespace
@@ -398,33 +417,41 @@ void bind_rows_client(nb::module_& m) {
       .def("place", &place_scattered, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert().none());
   nb::class_<RowsClient>(m, "RowsClient")
       .def("__init__", &create_client, nb::arg("bucket_shards").noconvert(), nb::arg("num_shards"))
-      .def("set_endpoint", &RowsClient::set_endpoint, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
-           nb::arg("connection").none(), nb::call_guard<WithoutInterpreter>())
-      .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<WithoutInterpreter>())
-      .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
-           nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
+      .def("set_endpoint", &RowsClient::set_endpoint, nb::arg("shard"), nb::arg("incarnation"),
+           nb::arg("engine").none(), nb::arg("connection").none(), nb::call_guard<WithoutInterpreter>())
+      .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"),
+           nb::call_guard<WithoutInterpreter>())
+      .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
+           nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("present").noconvert().none(),
+           nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none(),
+           nb::arg("shards") = std::vector<int64_t>())
+      .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"),
+           nb::arg("ids").noconvert(), nb::arg("out"), nb::arg("required_sync").none(), nb::arg("seconds"),
            nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
-      .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out"),
-           nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("pull_together", &pull_together, nb::arg("pulls"), nb::arg("seconds"), nb::arg("watch").none())
-      .def("prepare_pushes", &prepare_pushes, nb::arg("pushes"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"),
-           nb::arg("group").none())
+      .def("prepare_pushes", &prepare_pushes, nb::arg("pushes"), nb::arg("lr").none(), nb::arg("scale"),
+           nb::arg("scalars"), nb::arg("group").none())
       .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none())
-      .def("write_and_pull", &write_and_pull, nb::arg("prepared"), nb::arg("context"), nb::arg("out"), nb::arg("seconds"),
-           nb::arg("watch").none())
+      .def("write_and_pull", &write_and_pull, nb::arg("prepared"), nb::arg("context"), nb::arg("out"),
+           nb::arg("seconds"), nb::arg("watch").none())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
-           nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
+           nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"),
+           nb::arg("tag"))
       .def("begin_write", &begin_write, nb::arg("prepared"), nb::arg("context"), nb::arg("seconds"), nb::arg("tag"))
       .def("next_reply", &next_reply, nb::arg("seconds"))
-      .def("waiting",
-           [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
-           nb::arg("seconds"))
+      .def(
+          "waiting",
+          [](const RowsClient& client, double seconds) {
+            return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds));
+          },
+          nb::arg("seconds"))
       .def("nudge", &RowsClient::nudge, nb::call_guard<WithoutInterpreter>());
   const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
-    write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
-              nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
-              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("are_distinct") = false, nb::arg("batch") = nb::none(),
-              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
+    write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(),
+              nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"),
+              nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"), nb::arg("group").none(),
+              nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("are_distinct") = false,
+              nb::arg("batch") = nb::none(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   };
   nb::class_<PreparedWrite> write(m, "PreparedWrite");
   add_prepare(write, &prepare<Matrix>);

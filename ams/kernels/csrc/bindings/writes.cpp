@@ -53,7 +53,8 @@ struct HeldStreams {
     if (place >= streams.size()) throw nb::index_error();
     const HeldStream& stream = streams[place];
     nb::list done;
-    for (const HeldStream::Write& write : stream.done) done.append(nb::make_tuple(write.sequence, write.created, write.table->name));
+    for (const HeldStream::Write& write : stream.done)
+      done.append(nb::make_tuple(write.sequence, write.created, write.table->name));
     return nb::make_tuple(stream.name, nb::make_tuple(stream.incarnation, stream.oldest_unacknowledged, done));
   }
 };
@@ -77,7 +78,8 @@ void bind_completed_writes(nb::module_& m) {
       .def("__getitem__", &HeldStreams::at, nb::arg("place"))
       .def("__iter__", [](nb::handle held) { return nb::steal<nb::iterator>(PySeqIter_New(held.ptr())); });
   nb::class_<CompletedWrites>(m, "CompletedWrites")
-      .def(nb::init<size_t, size_t>(), nb::arg("max_streams") = kMaxStreams, nb::arg("max_forgotten") = kMaxForgottenStreams)
+      .def(nb::init<size_t, size_t>(), nb::arg("max_streams") = kMaxStreams,
+           nb::arg("max_forgotten") = kMaxForgottenStreams)
       .def("dropped", &CompletedWrites::dropped, nb::arg("table"))
       .def(
           "require_current",
@@ -96,13 +98,16 @@ void bind_sync_groups(nb::module_& m) {
       .def(
           "__init__",
           [](SyncGroups* self, double timeout_seconds, nb::object clock, size_t max_groups, size_t max_waiting_bytes) {
-            new (self) SyncGroups(timeout_seconds, clock_of(std::move(clock), monotonic_seconds), max_groups, max_waiting_bytes);
+            new (self) SyncGroups(timeout_seconds, clock_of(std::move(clock), monotonic_seconds), max_groups,
+                                  max_waiting_bytes);
           },
           nb::arg("timeout_seconds"), nb::arg("clock") = nb::none(), nb::arg("max_groups") = kMaxGroups,
           nb::arg("max_waiting_bytes") = 0)
       .def(
           "require_step",
-          [](SyncGroups& groups, const std::string& table, nb::handle member) { groups.require_step(table, group_of(member)); },
+          [](SyncGroups& groups, const std::string& table, nb::handle member) {
+            groups.require_step(table, group_of(member));
+          },
           nb::arg("table"), nb::arg("member"))
       .def("steps", &steps)
       .def(

@@ -10,17 +10,19 @@ namespace {
 
 // |a - b| of any two versions.
 uint64_t distance(int64_t a, int64_t b) {
-  return a < b ? static_cast<uint64_t>(b) - static_cast<uint64_t>(a) : static_cast<uint64_t>(a) - static_cast<uint64_t>(b);
+  return a < b ? static_cast<uint64_t>(b) - static_cast<uint64_t>(a)
+               : static_cast<uint64_t>(a) - static_cast<uint64_t>(b);
 }
 
 }  // namespace
 
-FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
-             bool* hits, const AgeCounts& counts) {
+FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness,
+                     int64_t* versions, double* times, bool* hits, const AgeCounts& counts) {
   FreshnessCheck judged;
   const double* edges_end = counts.edges + counts.num_edges;
   int64_t bin = 0;
-  double from = std::numeric_limits<double>::infinity(), to = from;  // bin of the last age: the next is mostly in it, too
+  // bin of the last age: the next is mostly in it, too
+  double from = std::numeric_limits<double>::infinity(), to = from;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = positions == nullptr ? i : positions[i];
     const double time = stamps.times[at], age = std::fabs(freshness.now - time);

@@ -35,7 +35,7 @@ struct FreshnessCheck {
 };
 
 // Checks entry positions[i] of `stamps` (`count` of them; null: entry i); writes its stamps and whether it is a hit.
-FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
-             bool* hits, const AgeCounts& counts);
+FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness,
+                     int64_t* versions, double* times, bool* hits, const AgeCounts& counts);
 
 }  // namespace geartrain

@@ -74,7 +74,8 @@ void PositionLru::remove(const int64_t* ids, int64_t count, int64_t* positions) 
 
 int64_t PositionLru::oldest(int64_t count, int64_t* ids, int64_t* positions) const {
   int64_t found = 0;
-  for (int32_t position = oldest_; position != kNone && found < count; position = links_[static_cast<size_t>(position)].newer) {
+  for (int32_t position = oldest_; position != kNone && found < count;
+       position = links_[static_cast<size_t>(position)].newer) {
     ids[found] = ids_[static_cast<size_t>(position)];
     positions[found++] = position;
   }

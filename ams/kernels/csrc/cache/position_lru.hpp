@@ -14,10 +14,10 @@ namespace geartrain {
 
 class PositionLru {
  public:
-  // 1 <= capacity <= kMostPositions.
+  // 1 <= capacity <= kMaxPositions.
   explicit PositionLru(int64_t capacity) { grow(capacity); }
 
-  static constexpr int64_t kMostPositions = (int64_t{1} << 31) - 2;
+  static constexpr int64_t kMaxPositions = (int64_t{1} << 31) - 2;
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return static_cast<int64_t>(ids_.size()); }

@@ -19,7 +19,7 @@ namespace geartrain {
 inline constexpr int64_t kWriteWindow = 1024;
 
 // Highest number that a caller may choose: as many are left above it.
-inline constexpr int64_t kMostChosen = int64_t{1} << 62;
+inline constexpr int64_t kMaxChosen = int64_t{1} << 62;
 
 // Caller, and the shard state it expects: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
 struct CallContext {
@@ -117,7 +117,7 @@ struct PushRequest {
 };
 
 // Pull of a push's rows right after it: they are written while they are in the cache, before any other change.
-struct RowsAfter {
+struct PostPushRows {
   RowPlaces<char> rows;  // of as many ids
   DType dtype = DType::float32;
   int64_t writes = 0;    // that the table has had by then; 0: this push was not applied now, and no row was written

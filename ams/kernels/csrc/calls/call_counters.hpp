@@ -38,7 +38,8 @@ class CallCounters {
   };
 
   // `fault`: name of the error; null: success.
-  void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out, const std::string* fault) noexcept {
+  void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out,
+           const std::string* fault) noexcept {
     // Counted with its fault in one step: a reader in between would see another success, which later disappears.
     std::unique_lock lock(mutex_, std::defer_lock);
     if (fault != nullptr) {
@@ -62,9 +63,16 @@ class CallCounters {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < cells_.size(); ++i) {
       const Cell& cell = cells_[i];
-      Counted counted{static_cast<Carrier>(i / kNumKinds), static_cast<CallKind>(i % kNumKinds), {}, seconds_of(cell.nanos), cell.bytes_in, cell.bytes_out, {}};
+      Counted counted{static_cast<Carrier>(i / kNumKinds),
+                      static_cast<CallKind>(i % kNumKinds),
+                      {},
+                      seconds_of(cell.nanos),
+                      cell.bytes_in,
+                      cell.bytes_out,
+                      {}};
       std::copy(cell.by_seconds.begin(), cell.by_seconds.end(), counted.by_seconds.begin());
-      if (std::all_of(counted.by_seconds.begin(), counted.by_seconds.end(), [](int64_t count) { return count == 0; })) continue;
+      if (std::all_of(counted.by_seconds.begin(), counted.by_seconds.end(), [](int64_t count) { return count == 0; }))
+        continue;
       for (const auto& [key, count] : faults_)
         if (key.first == i) counted.faults.emplace(key.second, count);
       all.push_back(std::move(counted));
@@ -88,9 +96,13 @@ class CallCounters {
     } catch (...) {  // no memory for the fault's name
     }
   }
-  static size_t index_of(Carrier carrier, CallKind kind) { return static_cast<size_t>(carrier) * kNumKinds + static_cast<size_t>(kind); }
+  static size_t index_of(Carrier carrier, CallKind kind) {
+    return static_cast<size_t>(carrier) * kNumKinds + static_cast<size_t>(kind);
+  }
   static void add_to(Count& count, int64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
-  static int64_t nanos_of(Duration duration) { return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count(); }
+  static int64_t nanos_of(Duration duration) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
+  }
   static double seconds_of(int64_t nanos) { return static_cast<double>(nanos) * 1e-9; }
 
   std::array<Cell, kNumCarriers * kNumKinds> cells_;

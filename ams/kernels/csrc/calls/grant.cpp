@@ -5,7 +5,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostKept = 16;
+constexpr size_t kMaxKept = 16;
 constexpr size_t kUnnamedSize = 32;  // length of the random name of a stream without a job: knowing it proves ownership
 
 bool matches(std::string_view pattern, std::string_view text) {
@@ -36,7 +36,8 @@ uint32_t Grant::rights(std::string_view table) const {
 }
 
 bool Grant::owns(std::string_view name) const {
-  const bool is_unnamed = name.size() == kUnnamedSize && name.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+  const bool is_unnamed =
+      name.size() == kUnnamedSize && name.find_first_not_of("0123456789abcdef") == std::string_view::npos;
   return is_unnamed || matches(job_, name) || matches(of_job_, name);
 }
 
@@ -50,7 +51,7 @@ bool Grant::is_over() const {
 void Grant::refused(const std::string& table, uint32_t rights) {
   const std::lock_guard lock(mutex_);
   ++num_refused_;
-  if (refused_.size() < kMostKept) refused_.push_back({table, rights});
+  if (refused_.size() < kMaxKept) refused_.push_back({table, rights});
 }
 
 std::pair<std::vector<Grant::Refusal>, size_t> Grant::pop_refused() {

@@ -25,7 +25,8 @@ class Grant {
   };
 
   // `job`: pattern of the jobs whose write streams it may use. Valid until a time in unix seconds.
-  Grant(const std::string& job, std::vector<Rule> rules, double until) : job_(job), of_job_(job + "/*"), rules_(std::move(rules)), until_(until) {}
+  Grant(const std::string& job, std::vector<Rule> rules, double until)
+      : job_(job), of_job_(job + "/*"), rules_(std::move(rules)), until_(until) {}
   // Returns the rights to a table, of all rules together.
   uint32_t rights(std::string_view table) const;
   // Whether a job or write stream belongs to the granted job (JOB or JOB/...), or to none.

@@ -24,7 +24,8 @@ struct Lost : std::runtime_error {
 
 // The connection has no room for this call until others have ended. Nothing was sent.
 struct Full : std::runtime_error {
-  explicit Full(const char* what, bool shard_is_silent = false) : std::runtime_error(what), is_silent(shard_is_silent) {}
+  explicit Full(const char* what, bool shard_is_silent = false)
+      : std::runtime_error(what), is_silent(shard_is_silent) {}
   bool is_silent;  // whether the shard was asked for room, and has not answered yet
 };
 
@@ -33,14 +34,15 @@ struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr size_t kMostCallBytes = size_t{1} << 30;  // most bytes of a request, or of its reply
+inline constexpr size_t kMaxCallBytes = size_t{1} << 30;  // most bytes of a request, or of its reply
 
 // Throws the Fault MessageTooLarge for a call too large for any connection.
-inline void require_call_fits(size_t request_bytes, size_t reply_bytes, size_t most = kMostCallBytes) {
+inline void require_call_fits(size_t request_bytes, size_t reply_bytes, size_t most = kMaxCallBytes) {
   const size_t bytes = std::max(request_bytes, reply_bytes);
   if (bytes > most)
-    throw Fault("MessageTooLarge", "the rows for one shard take " + std::to_string(bytes) + " bytes, the most of one call is " +
-                                       std::to_string(most) + "; pull or push fewer rows at once");
+    throw Fault("MessageTooLarge", "the rows for one shard take " + std::to_string(bytes) +
+                                       " bytes, the most of one call is " + std::to_string(most) +
+                                       "; pull or push fewer rows at once");
 }
 
 // Thread-safe.
@@ -67,9 +69,9 @@ class Connection {
     virtual std::span<const char> reply() = 0;
   };
 
-  // Starts a call with a frame of `request_bytes` whose reply has at most `most_reply_bytes`. Throws Lost, or Full: at
+  // Starts a call with a frame of `request_bytes` whose reply has at most `max_reply_bytes`. Throws Lost, or Full: at
   // once unless it `may_wait` for the shard to make room. Throws Refused, too, and the Fault MessageTooLarge.
-  virtual std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait = true) = 0;
+  virtual std::unique_ptr<Call> begin(size_t request_bytes, size_t max_reply_bytes, bool may_wait = true) = 0;
   virtual bool is_lost() const = 0;
   // Closes it; calls under way soon end as lost. Idempotent.
   virtual void close() = 0;

@@ -36,7 +36,9 @@ class SharedMapping {
   SharedMapping(int fd, size_t bytes, bool may_write);
   ~SharedMapping() { unmap(); }
   SharedMapping(SharedMapping&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)), generation_(other.generation_) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)),
+        generation_(other.generation_) {}
   SharedMapping& operator=(SharedMapping&& other) noexcept;
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }

@@ -12,7 +12,8 @@ namespace {
 
 // Answer if the outcome is unknown: the caller retries under the same number, and a write gets its recorded answer.
 const Fault& unknown_outcome() {
-  static const Fault fault("ShardUnavailable", "the shard is out of memory and cannot tell whether this call was done; ask again");
+  static const Fault fault("ShardUnavailable",
+                           "the shard is out of memory and cannot tell whether this call was done; ask again");
   return fault;
 }
 
@@ -24,8 +25,12 @@ const Fault& pending() {
 }  // namespace
 
 ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
-                       HasLeft has_left)
-    : handler_(std::move(handler)), header_(header), carrier_(place->carrier()), place_(std::move(place)), has_left_(std::move(has_left)) {
+                       IsCancelled has_left)
+    : handler_(std::move(handler)),
+      header_(header),
+      carrier_(place->carrier()),
+      place_(std::move(place)),
+      has_left_(std::move(has_left)) {
   unknown_outcome();  // constructed now, while there is memory for it
   pending();
 }
@@ -36,7 +41,8 @@ bool ServedCall::read(const char* frame, size_t bytes) noexcept {
     if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
     const auto& operations = request_.operations;
     const size_t asked = operations.front().request.index();
-    const bool is_alike = std::ranges::all_of(operations, [&](const Operation& operation) { return operation.request.index() == asked; });
+    const bool is_alike =
+        std::ranges::all_of(operations, [&](const Operation& operation) { return operation.request.index() == asked; });
     kind_ = is_alike ? static_cast<CallKind>(asked) : CallKind::several;
     return true;
   } catch (...) {
@@ -66,7 +72,7 @@ void ServedCall::prepare() {
     has_writes_ |= pull == nullptr;
   }
   layout_ = lay_out_reply(rows);
-  room_ = place_->room(layout_.end, most_reply_bytes(layout_));
+  room_ = place_->room(layout_.end, max_reply_bytes(layout_));
   is_due_.assign(count, true);
   num_due_ = count + 1;  // one more for this thread, so that no outcome answers before all operations are started
 }
@@ -95,7 +101,8 @@ bool ServedCall::perform(const ServingTurn& serving) noexcept {
   }
   const bool is_answered = settled();
   const auto took = Clock::now() - began_;
-  if (CallCounters* counters = handler_->counters()) counters->add_busy(serving.is_between() ? Clock::duration() : took);
+  if (CallCounters* counters = handler_->counters())
+    counters->add_busy(serving.is_between() ? Clock::duration() : took);
   if (is_answered) count(took);
   return !is_answered;
 }
@@ -105,7 +112,8 @@ PullRequest* ServedCall::pull_of(size_t index) {
   auto* pull = std::get_if<PullRequest>(&request_.operations[index].request);
   if (pull == nullptr) return nullptr;
   pull->rows = room_.data() + layout_.rows[index];
-  if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + results_[index].rows.rows_bytes;
+  if (request_.wants_present[index])
+    pull->present = reinterpret_cast<uint8_t*>(pull->rows) + results_[index].rows.rows_bytes;
   return pull;
 }
 
@@ -115,10 +123,10 @@ bool ServedCall::pulls_what_was_pushed(size_t index) {
   const Operation &first = request_.operations[index], &second = request_.operations[index + 1];
   const auto* push = std::get_if<PushRequest>(&first.request);
   const auto* pull = std::get_if<PullRequest>(&second.request);
-  return push != nullptr && pull != nullptr && !push->group && !pull->required_sync && !request_.wants_present[index + 1] &&
-         first.table == second.table && first.context.table_incarnation == second.context.table_incarnation &&
-         push->dim == pull->dim && push->count == pull->count &&
-         std::equal(push->ids, push->ids + push->count, pull->ids);
+  return push != nullptr && pull != nullptr && !push->group && !pull->required_sync &&
+         !request_.wants_present[index + 1] && first.table == second.table &&
+         first.context.table_incarnation == second.context.table_incarnation && push->dim == pull->dim &&
+         push->count == pull->count && std::equal(push->ids, push->ids + push->count, pull->ids);
 }
 
 void ServedCall::perform_one(size_t index, const Asker& asker) {
@@ -200,7 +208,7 @@ void ServedCall::answer_now() noexcept {
 void ServedCall::refuse(const Fault& fault) noexcept {
   is_answered_ = true;
   try {
-    if (room_.size() < kLeastRefusalBytes) room_ = place_->room(kLeastRefusalBytes, kMostRefusalBytes);
+    if (room_.size() < kMinRefusalBytes) room_ = place_->room(kMinRefusalBytes, kMaxRefusalBytes);
     reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, 1, fault);
     place_->answer(reply_bytes_);
   } catch (...) {  // no memory for a message
@@ -224,7 +232,8 @@ void ServedCall::write_answer() noexcept {
     else {
       reply_bytes_ = write_reply(room_.data(), room_.size(), layout_, header_.number, results_);
       place_->answer(reply_bytes_);
-      const auto refused = std::ranges::find_if(results_, [](const ReplyResult& result) { return std::holds_alternative<Fault>(result.outcome); });
+      const auto refused = std::ranges::find_if(
+          results_, [](const ReplyResult& result) { return std::holds_alternative<Fault>(result.outcome); });
       if (refused != results_.end()) note_fault(std::get<Fault>(refused->outcome));
     }
   } catch (const Fault& fault) {
@@ -238,7 +247,8 @@ void ServedCall::write_answer() noexcept {
 // Called once, by the thread that answered.
 void ServedCall::count(Clock::duration took) noexcept {
   if (CallCounters* counters = handler_->counters())
-    counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_, ended_with_ ? &*ended_with_ : nullptr);
+    counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_,
+                  ended_with_ ? &*ended_with_ : nullptr);
 }
 
 void ServedCall::note_fault(const Fault& fault) noexcept {

@@ -18,9 +18,9 @@ namespace geartrain {
 class ReplyPlace {
  public:
   virtual ~ReplyPlace() = default;
-  // Called once or twice, the first time before anything is begun: returns room for a reply of at least `least_bytes`,
+  // Called once or twice, the first time before anything is begun: returns room for a reply of at least `min_bytes`,
   // and of up to `most_bytes` with all possible refusals. It stays until the answer. Throws a Fault if there is none.
-  virtual std::span<char> room(size_t least_bytes, size_t most_bytes) = 0;
+  virtual std::span<char> room(size_t min_bytes, size_t most_bytes) = 0;
   // Called once: the reply is in the room's first bytes. If it is destroyed without this, the caller learns, if
   // possible, that no reply comes.
   virtual void answer(size_t bytes) noexcept = 0;
@@ -41,7 +41,8 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
  public:
   // `has_left` is called until perform() returns. The frame must have begun with `header`. `place` is used by the
   // thread of the last outcome.
-  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place, HasLeft has_left);
+  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
+             IsCancelled has_left);
   // Decodes the frame; its rows stay there until perform() returns. False: it is invalid, and was refused.
   bool read(const char* frame, size_t bytes) noexcept;
   // Returns whether all operations are pulls, together no larger than a block, and of no step of a group.
@@ -76,14 +77,14 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   CallKind kind_ = CallKind::unread;
   size_t reply_bytes_ = 0;
   std::unique_ptr<ReplyPlace> place_;
-  HasLeft has_left_;  // until perform() returns
+  IsCancelled has_left_;  // until perform() returns
   std::span<char> room_;
   ParsedRequest request_;
   ReplyLayout layout_;
   std::vector<ReplyResult> results_;
   std::mutex mutex_;
   std::vector<bool> is_due_;  // whether each operation has no outcome yet
-  RowsAfter after_;
+  PostPushRows after_;
   size_t written_after_ = 0;  // index of the pull whose rows its push has written; 0: none
   size_t num_due_ = 0;
   bool has_writes_ = false, is_answered_ = false;

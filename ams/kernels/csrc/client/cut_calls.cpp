@@ -9,7 +9,9 @@
 namespace geartrain {
 namespace {
 
-bool is_asked(Shards shards, int64_t shard) { return shards.empty() || std::ranges::find(shards, shard) != shards.end(); }
+bool is_asked(Shards shards, int64_t shard) {
+  return shards.empty() || std::ranges::find(shards, shard) != shards.end();
+}
 
 // Chooses the job that gets one more operation for a shard.
 class JobOfShard {
@@ -18,7 +20,7 @@ class JobOfShard {
   // Returns it, with room for `count` more operations.
   size_t operator()(int64_t shard, size_t count = 1) {
     int64_t& job = places_[static_cast<size_t>(shard)];
-    if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() + count > kMostOperations) {
+    if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() + count > kMaxOperations) {
       job = static_cast<int64_t>(jobs_.size());
       jobs_.emplace_back();
       jobs_.back().shard = shard;
@@ -33,8 +35,8 @@ class JobOfShard {
 
 }  // namespace
 
-PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
-                   const View& view, Shards shards, bool are_distinct)
+PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request,
+                   const Placement& placement, const View& view, Shards shards, bool are_distinct)
     : request_(request), num_shards_(placement.num_shards) {
   const int64_t* ids = request.ids;
   int64_t count = request.count;
@@ -71,7 +73,8 @@ PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const Pul
 std::vector<int64_t> PullCall::writes() const {
   std::vector<int64_t> writes(static_cast<size_t>(num_shards_), -1);
   for (const Job& job : jobs_)
-    if (const Done* done = std::get_if<Done>(&job.outcomes.front())) writes[static_cast<size_t>(job.shard)] = done->writes;
+    if (const Done* done = std::get_if<Done>(&job.outcomes.front()))
+      writes[static_cast<size_t>(job.shard)] = done->writes;
   return writes;
 }
 
@@ -79,7 +82,8 @@ Undone PullCall::undone() {
   if (!firsts_.empty()) repeat();
   Undone undone;
   for (Job& job : jobs_)
-    if (!std::holds_alternative<Done>(job.outcomes.front())) undone.push_back({job.shard, std::move(job.outcomes.front())});
+    if (!std::holds_alternative<Done>(job.outcomes.front()))
+      undone.push_back({job.shard, std::move(job.outcomes.front())});
   return undone;
 }
 
@@ -110,7 +114,8 @@ void PullCall::repeat() const {
 PullCalls::PullCalls(std::span<const TablePull> pulls, const Placement& placement, const View& view) {
   JobOfShard job_of_shard(jobs_, placement.num_shards);
   for (const TablePull& pull : pulls) {
-    PullCall& call = calls_.emplace_back(*pull.table, pull.table_incarnation, pull.request, placement, view, Shards(), true);
+    PullCall& call =
+        calls_.emplace_back(*pull.table, pull.table_incarnation, pull.request, placement, view, Shards(), true);
     for (Job& own : call.jobs()) {
       const size_t job = job_of_shard(own.shard);
       places_.emplace_back(job, jobs_[job].operations.size());
@@ -178,7 +183,8 @@ std::optional<std::vector<int64_t>> WriteCall::writes_after(size_t number) const
 WriteOutcomes WriteCall::outcomes() {
   WriteOutcomes outcomes(places_.size());
   for (size_t number = 0; number < places_.size(); ++number)
-    for (const auto& [job, operation] : places_[number]) outcomes[number].push_back(std::move(jobs_[job].outcomes[operation]));
+    for (const auto& [job, operation] : places_[number])
+      outcomes[number].push_back(std::move(jobs_[job].outcomes[operation]));
   return outcomes;
 }
 

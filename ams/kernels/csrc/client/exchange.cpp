@@ -54,7 +54,8 @@ class Settled {
 namespace {
 
 size_t bytes_of(const Operation& operation) {
-  return std::visit([](const auto& one) { return static_cast<size_t>(one.count * one.dim) * item_bytes(one.dtype); }, operation.request);
+  return std::visit([](const auto& one) { return static_cast<size_t>(one.count * one.dim) * item_bytes(one.dtype); },
+                    operation.request);
 }
 
 // Writes the rows of a reply, and whether they exist, to the pull's memory.
@@ -65,7 +66,8 @@ void place(const PullRequest& pull, const ParsedReply& reply) {
   else
     widen_rows(pull.places(), reply.rows, pull.count, dim, pull.wire_dtype());
   if (pull.present == nullptr) return;
-  for (int64_t i = 0; i < pull.count; ++i) pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
+  for (int64_t i = 0; i < pull.count; ++i)
+    pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
 }
 
 // Reads a reply that has arrived.
@@ -104,8 +106,8 @@ const char* rows_in_order(const Operation& operation, const WrittenRows& source,
 }
 
 // Starts a write, whose arrays are free when this returns; it may wait for other ranks.
-std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation, const WrittenRows& source, const Caller& caller,
-                               RowsAfter* after) {
+std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation, const WrittenRows& source,
+                               const Caller& caller, PostPushRows* after) {
   const auto& [prepared, part] = source;
   const auto* push = std::get_if<PushRequest>(&operation.request);
   std::unique_ptr<char[]> copy;
@@ -199,7 +201,8 @@ void Exchange::write_once_there_is_room(Job& job) {
     for (Job& before : jobs_)
       if (before.call) receive(before, SteadyTime::max(), true);
     const auto now = std::chrono::steady_clock::now();
-    if (now >= attempt_.deadline || (now >= next_look && attempt_.look && attempt_.look({&job.shard, 1}))) return job.end(outcome);
+    if (now >= attempt_.deadline || (now >= next_look && attempt_.look && attempt_.look({&job.shard, 1})))
+      return job.end(outcome);
     if (now >= next_look) next_look = now + kLookInterval;
     std::this_thread::sleep_for(pause);
   }
@@ -278,8 +281,9 @@ void Exchange::perform_here() {
              const auto helper_looks = [&] { return has_left.load(); };
              try {
                if (has_left) return;
-               perform(*here[static_cast<size_t>(piece)], threads,
-                       {.has_left = &has_left, .look = thread == 0 ? Turn::Look(caller_looks) : Turn::Look(helper_looks)});
+               perform(
+                   *here[static_cast<size_t>(piece)], threads,
+                   {.has_left = &has_left, .look = thread == 0 ? Turn::Look(caller_looks) : Turn::Look(helper_looks)});
              } catch (...) {
                const std::lock_guard lock(error_mutex);
                if (!error) error = std::current_exception();
@@ -334,7 +338,8 @@ bool Exchange::push_beside(Job& job, int64_t threads, const Caller& caller) {
     PushRequest push = std::get<PushRequest>(operation.request);
     push.gradients = rows_in_order(operation, job.rows[i], copies[i]);
     push.scattered = job.rows[i].first->places_of(*job.rows[i].second);
-    pushes.push_back({&operation.context, &operation.table, std::move(push), [settled](const Outcome& outcome) { settled->set(outcome); }});
+    pushes.push_back({&operation.context, &operation.table, std::move(push),
+                      [settled](const Outcome& outcome) { settled->set(outcome); }});
     job.settled.push_back(std::move(settled));
   }
   job.endpoint->engine->push_beside(pushes, threads, caller);
@@ -361,10 +366,11 @@ void Exchange::perform(Job& job, int64_t threads, const Caller& caller) {
 // Performs a write at an engine of this process, with the pull that follows, if one does.
 void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
   Engine& engine = *job.endpoint->engine;
-  if (!job.follows_a_write(at + 1)) return job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, nullptr));
+  if (!job.follows_a_write(at + 1))
+    return job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, nullptr));
   const Operation& next = job.operations[at + 1];
   const auto& pull = std::get<PullRequest>(next.request);
-  RowsAfter after{.rows = pull.places(), .dtype = pull.dtype};
+  PostPushRows after{.rows = pull.places(), .dtype = pull.dtype};
   // Rows to be rounded are pulled separately.
   job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, pull.wire ? nullptr : &after));
   job.settled.push_back(nullptr);

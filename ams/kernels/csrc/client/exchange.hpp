@@ -55,7 +55,8 @@ struct Job {
   int64_t shard = 0;
   const Endpoint* endpoint = nullptr;
   std::vector<Operation> operations;
-  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes; nulls for a pull of the rows written before it
+  // of writes; nulls for a pull of the rows written before it
+  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;
   std::vector<PartOutcome> outcomes;
   std::optional<FrameCall> call;                   // if the shard is behind a connection
   std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine; null for a pull after one

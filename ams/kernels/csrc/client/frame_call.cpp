@@ -16,7 +16,7 @@ FrameCall::FrameCall(Connection& connection, std::span<const Operation> operatio
     const auto* pull = std::get_if<PullRequest>(&operation.request);
     expected_.push_back(pull == nullptr ? ReplyRows{} : reply_rows(*pull, pull->present != nullptr));
   }
-  call_ = connection.begin(layout_.frame_bytes, most_reply_bytes(lay_out_reply(expected_)), may_wait);
+  call_ = connection.begin(layout_.frame_bytes, max_reply_bytes(lay_out_reply(expected_)), may_wait);
   write_request(call_->request(), layout_, number_, seconds, operations);
 }
 

@@ -19,7 +19,8 @@ CutIds::CutIds(const int64_t* ids, int64_t count, const Placement& placement, bo
   std::vector<int64_t> counts(static_cast<size_t>(placement.num_shards));
   ids_.reset(new int64_t[static_cast<size_t>(count)]);
   places_.reset(new int64_t[static_cast<size_t>(count)]);
-  route(ids, count, placement.bucket_shards.data(), is_dense, placement.num_shards, places_.get(), counts.data(), ids_.get());
+  route(ids, count, placement.bucket_shards.data(), is_dense, placement.num_shards, places_.get(), counts.data(),
+        ids_.get());
   int64_t begin = 0;
   for (int64_t shard = 0; shard < placement.num_shards; ++shard) {
     const int64_t part = counts[static_cast<size_t>(shard)];
@@ -50,23 +51,27 @@ void copy_each(const Other& other, int64_t count, size_t row_bytes, const Copy& 
 
 void copy_rows(char* to, const RowPlaces<const char>& from, int64_t count, size_t row_bytes) {
   if (!from.is_one_block())
-    copy_each(from, count, row_bytes,
-              [&](int64_t i, const auto& copy) { copy(to + static_cast<size_t>(i) * row_bytes, from.at(i, row_bytes), row_bytes); });
+    copy_each(from, count, row_bytes, [&](int64_t i, const auto& copy) {
+      copy(to + static_cast<size_t>(i) * row_bytes, from.at(i, row_bytes), row_bytes);
+    });
   else if (count != 0)
     std::memcpy(to, from.first, static_cast<size_t>(count) * row_bytes);
 }
 
 void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t row_bytes) {
   if (!to.is_one_block())
-    copy_each(to, count, row_bytes,
-              [&](int64_t i, const auto& copy) { copy(to.at(i, row_bytes), from + static_cast<size_t>(i) * row_bytes, row_bytes); });
+    copy_each(to, count, row_bytes, [&](int64_t i, const auto& copy) {
+      copy(to.at(i, row_bytes), from + static_cast<size_t>(i) * row_bytes, row_bytes);
+    });
   else if (count != 0)
     std::memcpy(to.first, from, static_cast<size_t>(count) * row_bytes);
 }
 
 void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t dim, DType dtype) {
   const auto load = kernels().load[static_cast<int>(dtype)];
-  const auto widen = [&](char* row, const void* narrow, size_t numbers) { load(reinterpret_cast<float*>(row), narrow, numbers); };
+  const auto widen = [&](char* row, const void* narrow, size_t numbers) {
+    load(reinterpret_cast<float*>(row), narrow, numbers);
+  };
   if (to.is_one_block()) return widen(to.first, from, static_cast<size_t>(count) * dim);
   const size_t row_bytes = dim * sizeof(float);
   for (int64_t i = 0; i < count; ++i, from += dim * item_bytes(dtype)) {
@@ -76,8 +81,14 @@ void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size
 }
 
 PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
-                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check)
-    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), counts_occurrences_(table.counts_occurrences) {
+                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings,
+                             RowCheck check)
+    : table_(table.name),
+      dim_(table.dim),
+      dtype_(dtype),
+      rows_(rows),
+      settings_(std::move(settings)),
+      counts_occurrences_(table.counts_occurrences) {
   if (counts_occurrences_ && settings_.batch.occurrences != nullptr)
     occurrences_.assign(settings_.batch.occurrences, settings_.batch.occurrences + count);
   settings_.batch.occurrences = nullptr;
@@ -106,7 +117,8 @@ BatchFacts PreparedWrite::batch_of(const ShardPart& part) const {
   BatchFacts batch = settings_.batch;
   if (!occurrences_.empty()) batch.occurrences = occurrences_.data() + (part.ids - parts().front().ids);
   if (!settings_.pulled_at.empty())
-    if (const int64_t writes = settings_.pulled_at[static_cast<size_t>(part.shard)]; writes >= 0) batch.pulled_at = writes;
+    if (const int64_t writes = settings_.pulled_at[static_cast<size_t>(part.shard)]; writes >= 0)
+      batch.pulled_at = writes;
   return batch;
 }
 
@@ -157,16 +169,17 @@ void PreparedWrite::require_finite(const int64_t* ids, int64_t count) const {
     if (first_non_finite(rows_.at(i, row_bytes()), dtype_, dim_) < 0) continue;
     if (num_bad++ == 0) first = i;
   }
-  throw Fault("NonFinite", std::to_string(num_bad) + " of " + std::to_string(count) + " rows hold NaN or infinity, first row " +
-                               std::to_string(first) + " (id " + std::to_string(ids[first]) + "); nothing was sent");
+  throw Fault("NonFinite", std::to_string(num_bad) + " of " + std::to_string(count) +
+                               " rows hold NaN or infinity, first row " + std::to_string(first) + " (id " +
+                               std::to_string(ids[first]) + "); nothing was sent");
 }
 
 void PreparedWrite::require_finite_product(int64_t count) const {
   if (!(std::abs(settings_.scale) > 1) || count == 0) return;
   const auto largest = std::bit_cast<float>(largest_bits(count));
   if (!std::isfinite(largest * static_cast<float>(settings_.scale)))
-    throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " + shown(static_cast<double>(largest)) +
-                                 " is infinite; nothing was sent");
+    throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " +
+                                 shown(static_cast<double>(largest)) + " is infinite; nothing was sent");
 }
 
 // Rounded once, as a retry sends the same bytes.
@@ -185,7 +198,8 @@ void PreparedWrite::round(const int64_t* ids, int64_t count, DType wire) {
       const size_t size = std::min(kBlock, numbers - begin);
       const char* values = rows + begin * item_bytes(dtype_);
       if (dtype_ != DType::float32) k.load[static_cast<int>(dtype_)](wide, values, size);
-      k.store[static_cast<int>(wire)](out, dtype_ == DType::float32 ? reinterpret_cast<const float*>(values) : wide, size);
+      k.store[static_cast<int>(wire)](out, dtype_ == DType::float32 ? reinterpret_cast<const float*>(values) : wide,
+                                      size);
       largest = std::max(largest, k.max_abs_bits[static_cast<int>(wire)](out, size));
       out += size;
     }
@@ -220,12 +234,13 @@ void PreparedWrite::require_within(const int64_t* ids, int64_t count, DType wire
   int64_t first = 0;
   while (fits(bits_of(first))) ++first;
   const bool is_float16 = wire == DType::float16;
-  throw Fault("NonFinite", "the gradient of id " + std::to_string(ids[first]) + " (row " + std::to_string(first) + ") of table " +
-                               quoted(table_) + " holds " + shown(static_cast<double>(std::bit_cast<float>(bits_of(first)))) +
-                               ", beyond the range of " + (is_float16 ? "float16 (65504)" : "bfloat16") + "; " +
-                               (is_float16 ? "use wire_dtype=\"bfloat16\", which has that of float32, or scale the loss less"
-                                           : "scale the loss less") +
-                               ". Nothing was sent");
+  throw Fault("NonFinite",
+              "the gradient of id " + std::to_string(ids[first]) + " (row " + std::to_string(first) + ") of table " +
+                  quoted(table_) + " holds " + shown(static_cast<double>(std::bit_cast<float>(bits_of(first)))) +
+                  ", beyond the range of " + (is_float16 ? "float16 (65504)" : "bfloat16") + "; " +
+                  (is_float16 ? "use wire_dtype=\"bfloat16\", which has that of float32, or scale the loss less"
+                              : "scale the loss less") +
+                  ". Nothing was sent");
 }
 
 Operation PreparedWrite::operation(const ShardPart& part, const CallContext& context) const {

@@ -89,8 +89,8 @@ class PreparedWrite {
   // `ids` [count] and `rows` [count, dim] stay the caller's, unchanged, while this lives. Those of an assign are
   // distinct, and scattered rows have ascending ids. Gradients are rounded once to a narrower wire. Throws the Faults
   // NonFinite (also beyond the range of the wire) and InvalidArgument.
-  PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const RowPlaces<const char>& rows,
-                int64_t count, DType dtype, WriteSettings settings, RowCheck check);
+  PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
+                const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check);
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
 

@@ -8,7 +8,7 @@ namespace {
 
 // Limits of calls that were sent and not awaited yet. Connections have room for as many, and as much again for callers
 // that wait.
-constexpr size_t kMostSent = 8, kMostSentBytes = size_t{64} << 20;
+constexpr size_t kMaxSent = 8, kMaxSentBytes = size_t{64} << 20;
 // Time of the wait for the first call before the others are checked.
 constexpr std::chrono::milliseconds kFirstSlice{1}, kLongestSlice{20};
 
@@ -31,20 +31,24 @@ void RowsClient::change(const Change& change) {
   const std::lock_guard lock(mutex_);
   auto view = std::make_shared<View>(*view_);
   change(*view);
-  view->has_connections = std::ranges::any_of(view->endpoints, [](const Endpoint& endpoint) { return endpoint.connection != nullptr; });
+  view->has_connections =
+      std::ranges::any_of(view->endpoints, [](const Endpoint& endpoint) { return endpoint.connection != nullptr; });
   before = std::exchange(view_, std::move(view));
 }
 
-void RowsClient::set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection) {
-  change([&](View& view) { view.endpoints.at(static_cast<size_t>(shard)) = {incarnation, std::move(engine), std::move(connection)}; });
+void RowsClient::set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine,
+                              std::shared_ptr<Connection> connection) {
+  change([&](View& view) {
+    view.endpoints.at(static_cast<size_t>(shard)) = {incarnation, std::move(engine), std::move(connection)};
+  });
 }
 
 void RowsClient::set_cluster_version(int64_t version) {
   change([&](View& view) { view.cluster_version = version; });
 }
 
-Undone RowsClient::pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt,
-                        Shards shards) {
+Undone RowsClient::pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request,
+                        const Attempt& attempt, Shards shards) {
   const std::shared_ptr<const View> view = this->view();
   PullCall call(table, table_incarnation, request, placement_, *view, shards);
   Exchange(call.jobs(), *view, attempt).run();
@@ -102,8 +106,8 @@ struct RowsClient::Sent {
 
 RowsClient::~RowsClient() = default;
 
-bool RowsClient::begin_pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, Attempt attempt,
-                            std::shared_ptr<void> tag) {
+bool RowsClient::begin_pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request,
+                            Attempt attempt, std::shared_ptr<void> tag) {
   const size_t bytes = static_cast<size_t>(request.count * request.dim) * item_bytes(request.dtype);
   return begin(bytes, std::move(attempt), std::move(tag), [&](Sent& sent) -> std::vector<Job>& {
     return sent.pull.emplace(table, table_incarnation, request, placement_, *sent.view).jobs();
@@ -112,7 +116,8 @@ bool RowsClient::begin_pull(const TableFacts& table, int64_t table_incarnation, 
 
 bool RowsClient::begin_write(const Write& write, Attempt attempt, std::shared_ptr<void> tag) {
   size_t bytes = 0;
-  for (const ShardPart& part : write.prepared->parts()) bytes += static_cast<size_t>(part.count) * write.prepared->row_bytes();
+  for (const ShardPart& part : write.prepared->parts())
+    bytes += static_cast<size_t>(part.count) * write.prepared->row_bytes();
   return begin(bytes, std::move(attempt), std::move(tag), [&](Sent& sent) -> std::vector<Job>& {
     return sent.write.emplace(std::span(&write, 1), placement_).jobs();
   });
@@ -124,7 +129,7 @@ bool RowsClient::begin(size_t bytes, Attempt attempt, std::shared_ptr<void> tag,
   {
     const std::lock_guard lock(sent_mutex_);
     is_alone = num_sent_ == 0;
-    if (num_sent_ == kMostSent || (!is_alone && sent_bytes_ + bytes > kMostSentBytes)) return false;
+    if (num_sent_ == kMaxSent || (!is_alone && sent_bytes_ + bytes > kMaxSentBytes)) return false;
     ++num_sent_;
     sent_bytes_ += bytes;
   }

@@ -27,7 +27,8 @@ class RowsClient {
 
   const Placement& placement() const { return placement_; }
   // Sets the access to a shard: an engine of this process, a connection, or none; and the expected incarnation.
-  void set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
+  void set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine,
+                    std::shared_ptr<Connection> connection);
   void set_cluster_version(int64_t version);
 
   // `request` has no positions: out is [count, dim]. Repeated ids are sent once. Rows of other shards stay unchanged.
@@ -40,7 +41,8 @@ class RowsClient {
   // Sends all writes in one frame a shard; returns the outcomes of each, in the order of its parts that are sent.
   WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
   // One write with its rows after it; `writes`: see WriteCall::writes_after.
-  std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
+  std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt,
+                                          std::optional<std::vector<int64_t>>& writes);
 
   // Only sends the call: next_reply() returns the outcome, with `tag`. Shards of this process are NotConnected. The
   // arguments stay unchanged until then; `attempt.look` is called until this returns. False: too many calls are in

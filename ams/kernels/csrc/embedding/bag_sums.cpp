@@ -28,19 +28,24 @@ bool RowBags::is_sound() const {
     if (counts[bag] < 0) return false;
     total += counts[bag];
   }
-  return total == count && std::all_of(places, places + count, [&](int32_t place) { return place >= 0 && place < num_rows; });
+  return total == count &&
+         std::all_of(places, places + count, [&](int32_t place) { return place >= 0 && place < num_rows; });
 }
 
 void pool_bags(const RowBags& bags, const float* rows, int64_t dim, float* sums) {
   const DefaultFloatMode float_mode;
   std::fill_n(sums, bags.bags * dim, 0.0f);
-  for_each(bags, [&](int64_t bag, int64_t place, float weight) { add_scaled(sums + bag * dim, rows + place * dim, dim, weight); });
+  for_each(bags, [&](int64_t bag, int64_t place, float weight) {
+    add_scaled(sums + bag * dim, rows + place * dim, dim, weight);
+  });
 }
 
 void spread_bags(const RowBags& bags, const float* vectors, int64_t dim, float* gradients) {
   const DefaultFloatMode float_mode;
   std::fill_n(gradients, bags.num_rows * dim, 0.0f);
-  for_each(bags, [&](int64_t bag, int64_t place, float weight) { add_scaled(gradients + place * dim, vectors + bag * dim, dim, weight); });
+  for_each(bags, [&](int64_t bag, int64_t place, float weight) {
+    add_scaled(gradients + place * dim, vectors + bag * dim, dim, weight);
+  });
 }
 
 }  // namespace geartrain

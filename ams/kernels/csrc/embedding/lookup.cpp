@@ -23,8 +23,11 @@ constexpr int64_t kRowsAhead = 16;
 class RowReader {
  public:
   explicit RowReader(const Lookup::Rows& rows)
-      : rows_(static_cast<const char*>(rows.rows)), bytes_(static_cast<size_t>(rows.dim) * item_bytes(rows.dtype)),
-        width_(static_cast<size_t>(rows.dim)), dtype_(static_cast<int>(rows.dtype)), buffer_(rows.dtype == DType::float32 ? 0 : width_) {}
+      : rows_(static_cast<const char*>(rows.rows)),
+        bytes_(static_cast<size_t>(rows.dim) * item_bytes(rows.dtype)),
+        width_(static_cast<size_t>(rows.dim)),
+        dtype_(static_cast<int>(rows.dtype)),
+        buffer_(rows.dtype == DType::float32 ? 0 : width_) {}
 
   // Valid until the next call.
   const float* operator()(int32_t place) {
@@ -179,7 +182,8 @@ void Lookup::pool_feature(size_t number, const Rows& rows, float* vectors, bool 
       float* out = vectors + i * dim;
       if (places[i] == kPadding) std::fill_n(out, dim, 0.0f);
       else if (feature.weights == nullptr)
-        copy_row(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(row(places[i])), static_cast<size_t>(dim) * sizeof(float));
+        copy_row(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(row(places[i])),
+                 static_cast<size_t>(dim) * sizeof(float));
       else copy_scaled(out, row(places[i]), dim, feature.weights[i]);
     }
     return;
@@ -194,7 +198,8 @@ void Lookup::pool_feature(size_t number, const Rows& rows, float* vectors, bool 
     const int64_t begin = feature.begin_of(bag), end = feature.begin_of(bag + 1);
     float* out = vectors + bag * dim;
     bool is_first = true;
-    const BagFactors factors = feature.pooling == Pooling::max ? BagFactors{feature.weights, 1.0f} : factors_of(feature, places, begin, end);
+    const BagFactors factors =
+        feature.pooling == Pooling::max ? BagFactors{feature.weights, 1.0f} : factors_of(feature, places, begin, end);
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < feature.count) row.prefetch(places[i + kRowsAhead]);
       if (places[i] == kPadding) continue;
@@ -218,7 +223,8 @@ void Lookup::pool_feature(size_t number, const Rows& rows, float* vectors, bool 
   }
 }
 
-double Lookup::sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const {
+double Lookup::sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims,
+                             std::span<float* const> rows) const {
   std::vector<double> squares(tables_.size(), 0.0);
   deal_out_throwing(num_tables(), hands(), [&](size_t at) {
     const DefaultFloatMode float_mode;
@@ -271,7 +277,8 @@ void Lookup::add_gradients(size_t number, const Gradients& vectors, int64_t dim,
   }
   if (feature.pooling == Pooling::none) {
     for (int64_t i = 0; i < feature.count; ++i)
-      if (places[i] != kPadding) add(i, vectors.values + i * vectors.stride, feature.weights == nullptr ? 1.0f : feature.weights[i]);
+      if (places[i] != kPadding)
+        add(i, vectors.values + i * vectors.stride, feature.weights == nullptr ? 1.0f : feature.weights[i]);
     return;
   }
   for (int64_t bag = 0; bag < feature.bags; ++bag) {
@@ -279,7 +286,8 @@ void Lookup::add_gradients(size_t number, const Gradients& vectors, int64_t dim,
     const BagFactors factors = factors_of(feature, places, begin, end);
     for (int64_t i = begin; i < end; ++i)
       if (places[i] != kPadding)
-        add(i, vectors.values + bag * vectors.stride, factors.all * (factors.weights == nullptr ? 1.0f : factors.weights[i]));
+        add(i, vectors.values + bag * vectors.stride,
+            factors.all * (factors.weights == nullptr ? 1.0f : factors.weights[i]));
   }
 }
 

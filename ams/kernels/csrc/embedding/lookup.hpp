@@ -73,7 +73,8 @@ class Lookup {
   };
   // Writes the gradients of all rows, [distinct ids, dim] a table, from those of the vectors. Returns Σ g² of all:
   // finite only if all of them are. The order of sums, and so every bit, is the same for any number of threads.
-  double sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const;
+  double sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims,
+                       std::span<float* const> rows) const;
 
  private:
   struct Table {
@@ -95,7 +96,8 @@ class Lookup {
   std::vector<Table> tables_;
   std::vector<int64_t> first_place_;
   std::unique_ptr<int32_t[]> places_;
-  std::vector<std::unique_ptr<int32_t[]>> maxima_;  // for features of pooling max, [bags, dim]: place of the maximum; -1: none
+  // for features of pooling max, [bags, dim]: place of the maximum; -1: none
+  std::vector<std::unique_ptr<int32_t[]>> maxima_;
   const int64_t threads_;
 };
 

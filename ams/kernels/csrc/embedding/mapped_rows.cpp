@@ -41,7 +41,8 @@ int64_t MappedRows::pull(const int64_t* wanted, int64_t num_wanted, char* out, s
       if (place[i] < 0)
         missing[num_missing++] = first + i;
       else
-        copy_row(out + static_cast<size_t>(first + i) * stride, rows + static_cast<size_t>(place[i]) * row_bytes, row_bytes);
+        copy_row(out + static_cast<size_t>(first + i) * stride, rows + static_cast<size_t>(place[i]) * row_bytes,
+                 row_bytes);
     }
   }
   return num_missing;

@@ -67,7 +67,8 @@ int64_t count_distinct(const AssignRequest& assign, OtherCallers* others) {
   if (is_rising(assign.ids, assign.count)) return assign.count;
   std::vector<int64_t> distinct, places;
   BlockPauses between_blocks(nullptr, others);
-  return distinct_ids(assign.ids, assign.count, distinct, places, between_blocks.of(bytes_of(assign.count, assign.dim, assign.dtype)));
+  return distinct_ids(assign.ids, assign.count, distinct, places,
+                      between_blocks.of(bytes_of(assign.count, assign.dim, assign.dtype)));
 }
 
 void merge_equal_ids(MergedPush& merged, OtherCallers* others) {
@@ -86,7 +87,8 @@ void merge_equal_ids(MergedPush& merged, OtherCallers* others) {
   push.dtype = DType::float32;
   merged.occurrences.resize(static_cast<size_t>(count));
   for (size_t i = 0; i < places.size(); ++i)
-    add_occurrences(merged.occurrences[static_cast<size_t>(places[i])], push.batch.occurrences_of(static_cast<int64_t>(i)));
+    add_occurrences(merged.occurrences[static_cast<size_t>(places[i])],
+                    push.batch.occurrences_of(static_cast<int64_t>(i)));
   push.batch.occurrences = merged.occurrences.data();
 }
 
@@ -146,7 +148,8 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
                                     " is at " + std::to_string(own) + "; ask the scheduler again");
 }
 
-int64_t Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller) {
+int64_t Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request,
+                     const Caller& caller) {
   const size_t bytes = bytes_of(request.count, request.dim, request.dtype);
   const bool is_brief = bytes <= kBlockBytes && !request.required_sync;
   const Holding holding(*this, caller, is_brief ? Turn::Use::brief_reading : Turn::Use::anything);
@@ -186,8 +189,8 @@ ServedTable* Engine::admitted(const CallContext& context, const std::string& nam
 
 // Calls write(table), which returns an empty value if the write is completed already, or by others later.
 template <class Write>
-void Engine::write(const CallContext& context, const std::string& name, const Completion& completion, const Caller& caller,
-                   const Write& write) {
+void Engine::write(const CallContext& context, const std::string& name, const Completion& completion,
+                   const Caller& caller, const Write& write) {
   std::optional<Holding> holding;
   try {
     holding.emplace(*this, caller);
@@ -217,7 +220,7 @@ int64_t Engine::changed(const Change& change) {
 }
 
 // Records a write: every change of a table's rows passes here, once, in the order of application.
-Done Engine::leave(ServedTable& table, Kind kind, int64_t rows) {
+Done Engine::record_write(ServedTable& table, Kind kind, int64_t rows) {
   ++table.writes;
   if (kind == Kind::push || kind == Kind::assign) table.created += rows;
   if (observer_) {
@@ -227,24 +230,26 @@ Done Engine::leave(ServedTable& table, Kind kind, int64_t rows) {
   return {rows, false};
 }
 
-void Engine::write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion, const Apply& apply) {
+void Engine::write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion,
+                   const Apply& apply) {
   write(context, table, completion, {.has_turn = true},
-        [&](ServedTable& found) -> std::optional<Done> { return leave(found, kind, changed(apply)); });
+        [&](ServedTable& found) -> std::optional<Done> { return record_write(found, kind, changed(apply)); });
 }
 
-void Engine::update_jointly(const CallContext& context, const std::string& table, const RankWrite& part, const Completion& completion,
-                            const std::function<int64_t(const Parts& parts)>& apply) {
+void Engine::update_jointly(const CallContext& context, const std::string& table, const RankWrite& part,
+                            const Completion& completion, const std::function<int64_t(const Parts& parts)>& apply) {
   write(context, table, completion, {.has_turn = true},
         [&](ServedTable& found) { return join(context, found, Kind::hosted, part, apply); });
 }
 
-void Engine::expire_groups() {
+void Engine::expire_sync_groups() {
   for (const RefusedPart& part : groups_->expire()) completed_writes_->failed(part.context, part.fault);
 }
 
 void Engine::fence(const std::string& job, int64_t incarnation, bool forget) {
   completed_writes_->fence(job, incarnation, false);
-  for (const RefusedPart& part : groups_->fence(job, incarnation, forget)) completed_writes_->failed(part.context, part.fault);
+  for (const RefusedPart& part : groups_->fence(job, incarnation, forget))
+    completed_writes_->failed(part.context, part.fault);
   if (forget) completed_writes_->fence(job, incarnation, true);
 }
 
@@ -256,12 +261,12 @@ int64_t Engine::expire(const std::string& table, const Apply& apply) {
   check_lease();
   ServedTable& found = find(table);
   const int64_t gone = apply();
-  if (gone != 0) leave(found, Kind::expire, gone);
+  if (gone != 0) record_write(found, Kind::expire, gone);
   return gone;
 }
 
-void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
-                  const Completion& completion, const Caller& caller, RowsAfter* after) {
+void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request,
+                  bool ids_are_distinct, const Completion& completion, const Caller& caller, PostPushRows* after) {
   MergedPush merged;
   try {
     merged.push = request;
@@ -275,9 +280,10 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     if (!push.group) {
       BlockPauses between_blocks(&turn_, caller.others);
       const RowStoreSpec& spec = found.rows().spec();
-      const bool fits = after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
+      const bool fits =
+          after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
       const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
-      const Done done = leave(found, Kind::push, changed([&] {
+      const Done done = record_write(found, Kind::push, changed([&] {
         return found.push(push, between_blocks.of(bytes_of(push.count, push.dim, push.dtype)), rows);
       }));
       if (fits) after->writes = found.all_writes();
@@ -291,7 +297,8 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
       are_hosted(found.name(), parts);  // none of these is hosted; throws if another rank's is
       const JointPush joint = joint_push(parts, found.rows().spec().counts_occurrences);
       BlockPauses between_blocks(&turn_, caller.others);
-      const int64_t created = found.push(joint.push, between_blocks.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
+      const int64_t created =
+          found.push(joint.push, between_blocks.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
       for (const RankWrite* each : parts) found.note_staleness(each->push.batch);
       return created;
     });
@@ -354,7 +361,7 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
     const TablePush& asked = *each.asked;
     if (each.table->is_expiry_due() && alarm_.note(kAtOnce)) is_earlier = true;
     if (const Done* done = std::get_if<Done>(&each.outcome))
-      completed_writes_->applied(*asked.context, leave(*each.table, Kind::push, done->created), *asked.table);
+      completed_writes_->applied(*asked.context, record_write(*each.table, Kind::push, done->created), *asked.table);
     else completed_writes_->failed(*asked.context, std::get<Fault>(each.outcome));
   }
   holding.reset();
@@ -372,18 +379,20 @@ std::optional<Done> Engine::join(const CallContext& context, ServedTable& table,
   if (joined.complete == nullptr) return std::nullopt;
   Done done;
   try {
-    done = leave(table, kind, changed([&] { return apply(SyncGroups::parts(*joined.complete)); }));
+    done = record_write(table, kind, changed([&] { return apply(SyncGroups::parts(*joined.complete)); }));
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
-    for (const auto& [rank, waiting] : groups_->abandon(*joined.complete)) completed_writes_->failed(waiting.context, fault);
+    for (const auto& [rank, waiting] : groups_->abandon(*joined.complete))
+      completed_writes_->failed(waiting.context, fault);
     return std::nullopt;
   }
-  for (const auto& [rank, waiting] : groups_->complete(*joined.complete)) completed_writes_->applied(waiting.context, done, name);
+  for (const auto& [rank, waiting] : groups_->complete(*joined.complete))
+    completed_writes_->applied(waiting.context, done, name);
   return std::nullopt;
 }
 
-void Engine::assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
-                    const Completion& completion, const Caller& caller) {
+void Engine::assign(const CallContext& context, const std::string& table, const AssignRequest& request,
+                    bool ids_are_distinct, const Completion& completion, const Caller& caller) {
   int64_t num_distinct = request.count;
   try {
     if (!ids_are_distinct) num_distinct = count_distinct(request, caller.others);
@@ -397,7 +406,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
     BlockPauses between_blocks(&turn_, caller.others);
     Pauses* const pauses = between_blocks.of(bytes_of(request.count, request.dim, request.dtype));
-    return leave(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));
+    return record_write(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));
   });
 }
 

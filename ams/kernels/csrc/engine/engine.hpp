@@ -68,31 +68,33 @@ class Engine {
 
   // Writes rows to the request's memory, and returns the number of writes to the table, including those before a
   // restore. Throws Faults; nothing was written then.
-  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request,
+               const Caller& caller = {});
 
   // Both apply a write once, whole or not at all. `completion` is called once, here or, for a write that waits for
   // other ranks, later: its arrays are copied. Only errors of the caller's look are thrown, before anything is begun.
   // Equal ids of a push are merged first, unless `ids_are_distinct`; those of an assign are refused. `after`: see
-  // RowsAfter; not for groups, and not with equal ids.
+  // PostPushRows; not for groups, and not with equal ids.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
-            const Completion& completion, const Caller& caller = {}, RowsAfter* after = nullptr);
+            const Completion& completion, const Caller& caller = {}, PostPushRows* after = nullptr);
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
               const Completion& completion, const Caller& caller = {});
 
   // Applies a write by Python code, in a turn: `apply` changes rows and returns the number created or removed.
   using Kind = RowChange::Kind;
   using Apply = std::function<int64_t()>;
-  void write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion, const Apply& apply);
+  void write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion,
+             const Apply& apply);
   // Applies one rank's part of a write by a hosted model. The last part applies those of all, `parts` in rank order.
   using Parts = std::vector<const RankWrite*>;
-  void update_jointly(const CallContext& context, const std::string& table, const RankWrite& part, const Completion& completion,
-                      const std::function<int64_t(const Parts& parts)>& apply);
+  void update_jointly(const CallContext& context, const std::string& table, const RankWrite& part,
+                      const Completion& completion, const std::function<int64_t(const Parts& parts)>& apply);
   // Removes expired rows of a table, without a caller, and returns their number; without any it is no write. Throws
   // ShardUnavailable, and the errors of `apply`.
   int64_t expire(const std::string& table, const Apply& apply);
   // Fail calls that wait for other ranks: overdue ones; those of streams that a fence shuts out, see
   // CompletedWrites::fence; those of a table.
-  void expire_groups();
+  void expire_sync_groups();
   void fence(const std::string& job, int64_t incarnation, bool forget);
   void fail_waiting(const std::string& table, const Fault& fault);
   // Sets the observer of every change of rows, in the order of application: pushes by ranks once, as one.
@@ -136,7 +138,7 @@ class Engine {
   ServedTable* admitted(const CallContext& context, const std::string& name, const Completion& completion);
   template <class Change>
   int64_t changed(const Change& change);
-  Done leave(ServedTable& table, Kind kind, int64_t rows);
+  Done record_write(ServedTable& table, Kind kind, int64_t rows);
   std::optional<Done> join(const CallContext& context, ServedTable& table, Kind kind, const RankWrite& part,
                            const std::function<int64_t(const Parts& parts)>& apply);
   template <class Write>

@@ -15,12 +15,13 @@ class EngineHandler final : public Handler {
  public:
   explicit EngineHandler(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
-  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request,
+               const Asker& asker) override {
     return engine_->pull(context, table, request, caller_of(asker));
   }
   // Foreign clients may send any ids, so they are not taken as distinct.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-            Completion completion, RowsAfter* after) override {
+            Completion completion, PostPushRows* after) override {
     engine_->push(context, table, request, false, completion, caller_of(asker), after);
   }
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,

@@ -91,18 +91,21 @@ ServedTable::ServedTable(std::string name, int64_t incarnation, std::shared_ptr<
 void ServedTable::require_meant(int64_t incarnation) const {
   if (incarnation == 0 || incarnation == incarnation_) return;
   const std::string name = quoted(name_);
-  throw Fault("TableNotFound", "the table " + name +
-                                   " that is meant was dropped, and another was made or restored under its name; open that one: "
-                                   "cluster.table(" +
-                                   name + "), or make its head, dense module or slow gear anew");
+  throw Fault("TableNotFound",
+              "the table " + name +
+                  " that is meant was dropped, and another was made or restored under its name; open that one: "
+                  "cluster.table(" +
+                  name + "), or make its head, dense module or slow gear anew");
 }
 
 void ServedTable::require_open(int64_t meant_incarnation) const {
   if (!is_open)  // same text as `being_restored` in ams/values/errors.py
-    throw Fault("TableBeingRestored",
-                "table " + quoted(name_) +
-                    " is being restored from a snapshot: nobody reads, writes or opens it before all of its rows are there; try "
-                    "again then. If the process that restored it is gone, restore the snapshot again, or drop the table");
+    throw Fault(
+        "TableBeingRestored",
+        "table " + quoted(name_) +
+            " is being restored from a snapshot: nobody reads, writes or opens it before all of its rows are there; "
+            "try "
+            "again then. If the process that restored it is gone, restore the snapshot again, or drop the table");
   require_meant(meant_incarnation);
 }
 
@@ -112,8 +115,9 @@ void ServedTable::require_whole() const {
 
 void ServedTable::require_width(const char* label, int64_t dim) const {
   if (dim != rows_->spec().dim)
-    throw Fault("InvalidRows", std::string(label) + " of table " + quoted(name_) + " has rows of width " + std::to_string(dim) +
-                                   "; they must be of width " + std::to_string(rows_->spec().dim));
+    throw Fault("InvalidRows", std::string(label) + " of table " + quoted(name_) + " has rows of width " +
+                                   std::to_string(dim) + "; they must be of width " +
+                                   std::to_string(rows_->spec().dim));
 }
 
 void ServedTable::require_dtype(const char* label, DType dtype) const {
@@ -139,7 +143,8 @@ void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
   const DType wire = request.wire_dtype();
   try {
     if (asks_for_states) return rows_->pull_states(request.ids, request.count, request.places());
-    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size, request.dtype, wire}, pauses);
+    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size, request.dtype, wire},
+                pauses);
   } catch (const Refusal& refusal) {
     const int64_t* values = refusal.reason == Reason::bad_position ? request.positions : request.ids;
     const char* label = refusal.reason == Reason::beyond_wire ? name_of(wire) : "out";
@@ -154,20 +159,23 @@ void ServedTable::require_factors(const PushRequest& request) const {
   if (!std::isfinite(static_cast<float>(request.scale)))
     throw Fault("InvalidArgument",
                 "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
-  if (const auto& step = request.batch.step; step && (*step < 0 || *step > kMostChosen))
+  if (const auto& step = request.batch.step; step && (*step < 0 || *step > kMaxChosen))
     throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must lie in [0, 2^62]");
   if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
     throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + "; it must be finite and >= 0");
-  else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)  // same text as `checked_time` in Python
-    throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + ", by the clock of this shard " +
-                                       fixed_point((*seconds - clock_seconds(CLOCK_REALTIME)) / 3600, 1) +
-                                       " hours ahead, of which 1 is allowed; give seconds as time.time() does, or set the clock of "
-                                       "the worker's machine or the shard's");
+  // same text as `checked_time` in Python
+  else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)
+    throw Fault("InvalidArgument",
+                "unix_seconds is " + shown(*seconds) + ", by the clock of this shard " +
+                    fixed_point((*seconds - clock_seconds(CLOCK_REALTIME)) / 3600, 1) +
+                    " hours ahead, of which 1 is allowed; give seconds as time.time() does, or set the clock of "
+                    "the worker's machine or the shard's");
 }
 
 void ServedTable::note_staleness(const BatchFacts& batch) {
   const std::optional<int64_t>& pulled_at = batch.pulled_at;
-  if (!pulled_at || *pulled_at < 0 || *pulled_at > all_writes()) return;  // a restore has reverted the rows since the pull
+  // a restore has reverted the rows since the pull
+  if (!pulled_at || *pulled_at < 0 || *pulled_at > all_writes()) return;
   ++staleness_[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(all_writes() - *pulled_at)))];
 }
 
@@ -177,8 +185,8 @@ int64_t ServedTable::push(const PushRequest& request, Pauses* pauses, const RowP
   const PushStep step{optimizers_.of_push(request.scalars), factors, request.batch};
   require_width("gradients", request.dim);
   try {
-    const int64_t created =
-        rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses, after);
+    const int64_t created = rows_->push(request.ids, request.count, request.places(), request.dtype, step,
+                                        !request.step_goes_on, pauses, after);
     note_staleness(request.batch);
     return created;
   } catch (const Refusal& refusal) {

@@ -16,7 +16,8 @@ namespace geartrain {
 
 // Returns the fault for a refusal of rows of table `name`: at index refusal.index is `value` (an id or a position).
 // `label` names the rows, or, for a row that overflows the type it is pulled as, that type.
-Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, const RowStoreSpec& spec, const std::string& label);
+Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, const RowStoreSpec& spec,
+               const std::string& label);
 
 // Optimizer of a table, and those that its pushes may name instead: of the same kind with other numbers.
 class PushOptimizers {
@@ -41,8 +42,8 @@ class PushOptimizers {
 // Used by the thread that has the shard's turn.
 class ServedTable {
  public:
-  ServedTable(std::string name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr, PushOptimizers optimizers,
-              bool is_open);
+  ServedTable(std::string name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr,
+              PushOptimizers optimizers, bool is_open);
 
   // Sets altered numbers of its optimizer, for its pushes from now on.
   void alter(double lr, PushOptimizers optimizers) { lr_ = lr, optimizers_ = std::move(optimizers); }

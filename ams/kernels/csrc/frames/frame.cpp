@@ -38,7 +38,8 @@ bool is_utf8(std::string_view text) {
 }
 
 size_t row_bytes_of(int64_t dim, DType dtype) {
-  if (dim < 1 || dim > std::numeric_limits<uint32_t>::max()) throw Fault("ProtocolError", "rows of a frame have 1 to 4294967295 numbers");
+  if (dim < 1 || dim > std::numeric_limits<uint32_t>::max())
+    throw Fault("ProtocolError", "rows of a frame have 1 to 4294967295 numbers");
   return static_cast<size_t>(dim) * item_bytes(dtype);
 }
 
@@ -67,7 +68,7 @@ FrameHeader parse_header(const char* data, FrameKind kind) {
   require_frame(header.check == checksum_of(0, header), "the header's checksum is wrong");
   require_frame(header.kind == kind, "it is of another kind than is due");
   require_frame(header.reserved == 0, "reserved bytes are not 0");
-  require_frame(header.body_bytes < kMostBytes, "no memory is as large");
+  require_frame(header.body_bytes < kMaxBytes, "no memory is as large");
   return header;
 }
 

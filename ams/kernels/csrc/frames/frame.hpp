@@ -17,12 +17,13 @@
 
 namespace geartrain {
 
-static_assert(std::endian::native == std::endian::little, "frames are little endian, and are copied as they lie in memory");
+static_assert(std::endian::native == std::endian::little,
+              "frames are little endian, and are copied as they lie in memory");
 
 inline constexpr uint32_t kFrameMagic = 0x46525447;  // "GTRF"
 inline constexpr uint16_t kFrameVersion = 1;
 inline constexpr size_t kFrameAlignment = 64;  // of rows and of whole operations, counted from the frame's first byte
-inline constexpr uint32_t kMostOperations = 1024;
+inline constexpr uint32_t kMaxOperations = 1024;
 inline constexpr size_t kSecretBytes = 32;  // the body of a hello
 
 enum class FrameKind : uint16_t { request = 1, reply = 2, hello = 3 };
@@ -65,7 +66,8 @@ struct RequestLayout {
 // 0.
 RequestLayout lay_out_request(std::span<const Operation> operations);
 // `frame` has layout.frame_bytes. Rows whose pointer is null are written by the caller, at `layout`'s offsets.
-void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds, std::span<const Operation> operations);
+void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
+                   std::span<const Operation> operations);
 
 // Returns a frame's checked header: kind, magic, version, checksum. `data` has all 64 bytes.
 FrameHeader parse_header(const char* data, FrameKind kind);
@@ -97,7 +99,7 @@ struct ReplyLayout {
 // Throws as reply_rows does.
 ReplyLayout lay_out_reply(std::span<const ReplyRows> rows);
 // Most bytes of a reply, texts of refusals included.
-size_t most_reply_bytes(const ReplyLayout& layout);
+size_t max_reply_bytes(const ReplyLayout& layout);
 
 struct ReplyResult {
   Outcome outcome;
@@ -105,9 +107,10 @@ struct ReplyResult {
 };
 // Writes everything but rows into `frame`, which has `room` bytes; longer texts are cut. Returns the frame's bytes.
 // Needs room for layout.end.
-size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results);
+size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number,
+                   std::span<const ReplyResult> results);
 // Least and most bytes of the refusal of a whole frame.
-inline constexpr size_t kLeastRefusalBytes = 128, kMostRefusalBytes = kLeastRefusalBytes + 1024;
+inline constexpr size_t kMinRefusalBytes = 128, kMaxRefusalBytes = kMinRefusalBytes + 1024;
 // Writes a reply that refuses all `count` operations. Allocates nothing. Needs room for their headers.
 size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, const Fault& fault) noexcept;
 

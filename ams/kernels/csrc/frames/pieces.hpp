@@ -10,10 +10,12 @@
 
 namespace geartrain {
 
-inline constexpr size_t kMostText = std::numeric_limits<uint16_t>::max();
-inline constexpr size_t kMostBytes = size_t{1} << 62;  // sums of a few of these do not overflow
+inline constexpr size_t kMaxText = std::numeric_limits<uint16_t>::max();
+inline constexpr size_t kMaxBytes = size_t{1} << 62;  // sums of a few of these do not overflow
 
-[[noreturn]] inline void refuse(const std::string& what) { throw Fault("ProtocolError", "the frame is damaged: " + what); }
+[[noreturn]] inline void refuse(const std::string& what) {
+  throw Fault("ProtocolError", "the frame is damaged: " + what);
+}
 
 inline void require_frame(bool condition, const char* what) {
   if (!condition) refuse(what);

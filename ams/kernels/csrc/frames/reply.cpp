@@ -35,7 +35,7 @@ std::string_view cut(std::string_view text, size_t most) {
 ReplyRows reply_rows(const PullRequest& pull, bool with_present) {
   const size_t row_bytes = row_bytes_of(pull.dim, pull.wire_dtype());
   const auto count = static_cast<uint64_t>(pull.count);
-  require_frame(count <= (kMostBytes >> 12) / (row_bytes + 1), "it asks for more rows than any memory holds");
+  require_frame(count <= (kMaxBytes >> 12) / (row_bytes + 1), "it asks for more rows than any memory holds");
   return {count * row_bytes, with_present ? count : 0};
 }
 
@@ -44,7 +44,7 @@ ReplyLayout lay_out_reply(std::span<const ReplyRows> rows) {
   size_t at = sizeof(FrameHeader) + rows.size() * sizeof(OperationReply);
   for (const ReplyRows& one : rows) {
     at = rounded_up(at, kFrameAlignment);
-    require_frame(one.rows_bytes + one.present_bytes < kMostBytes - at, "it asks for more rows than any memory holds");
+    require_frame(one.rows_bytes + one.present_bytes < kMaxBytes - at, "it asks for more rows than any memory holds");
     layout.rows.push_back(at);
     at += one.rows_bytes + one.present_bytes;
   }
@@ -52,7 +52,7 @@ ReplyLayout lay_out_reply(std::span<const ReplyRows> rows) {
   return layout;
 }
 
-size_t most_reply_bytes(const ReplyLayout& layout) {
+size_t max_reply_bytes(const ReplyLayout& layout) {
   return rounded_up(layout.end + layout.rows.size() * kRefusalRoom, kFrameAlignment);
 }
 
@@ -76,7 +76,7 @@ class ReplyWriter {
 
   void refused(const Fault& fault) {
     const size_t left = (room_ - end_) / (count_ - written_);  // later refusals have texts, too
-    const std::string_view name = cut(fault.name, std::min(left, kMostText));
+    const std::string_view name = cut(fault.name, std::min(left, kMaxText));
     const std::string_view message = cut(fault.message, left - name.size());
     OperationReply reply;
     reply.is_refused = 1;
@@ -115,13 +115,15 @@ class ReplyWriter {
   size_t end_, written_ = 0;
 };
 
-static_assert(kLeastRefusalBytes == sizeof(FrameHeader) + sizeof(OperationReply) && kMostRefusalBytes == kLeastRefusalBytes + kRefusalRoom);
+static_assert(kMinRefusalBytes == sizeof(FrameHeader) + sizeof(OperationReply) &&
+              kMaxRefusalBytes == kMinRefusalBytes + kRefusalRoom);
 
 size_t reply_headers(size_t count) { return sizeof(FrameHeader) + count * sizeof(OperationReply); }
 
 }  // namespace
 
-size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results) {
+size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number,
+                   std::span<const ReplyResult> results) {
   // Room of refused pulls is not part of the reply, unless rows of others lie behind it.
   size_t end = reply_headers(results.size());
   for (size_t i = 0; i < results.size(); ++i)
@@ -162,8 +164,8 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
     const char* begin = data + reply.offset;
     if (reply.is_refused != 0) {
       require_frame(reply.name_bytes <= reply.bytes, "an error's name is longer than its text");
-      Fault fault(std::string(begin, reply.name_bytes), std::string(begin + reply.name_bytes, reply.bytes - reply.name_bytes),
-                  reply.retry_after_seconds);
+      Fault fault(std::string(begin, reply.name_bytes),
+                  std::string(begin + reply.name_bytes, reply.bytes - reply.name_bytes), reply.retry_after_seconds);
       require_frame(is_utf8(fault.name) && is_utf8(fault.message), "an error's text is not UTF-8");
       replies[i].outcome = std::move(fault);
       continue;
@@ -174,7 +176,8 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
                   "other rows came than were asked for");
     replies[i].outcome = Done{reply.created, (reply.flags & kDuplicate) != 0, reply.writes};
     replies[i].rows = begin;
-    replies[i].present = rows[i].present_bytes != 0 ? reinterpret_cast<const uint8_t*>(begin) + rows[i].rows_bytes : nullptr;
+    replies[i].present =
+        rows[i].present_bytes != 0 ? reinterpret_cast<const uint8_t*>(begin) + rows[i].rows_bytes : nullptr;
   }
   replies.resize(rows.size(), replies.front());  // the frame was refused as a whole
   return replies;

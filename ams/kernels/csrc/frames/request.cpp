@@ -9,8 +9,8 @@ namespace {
 
 enum class OperationKind : uint8_t { pull = 1, push = 2, assign = 3 };
 
-constexpr uint16_t kLr = 1, kPresent = 2, kStepGoesOn = 4, kGroup = 8, kRequiredSync = 16, kStep = 32, kUnixSeconds = 64, kPulledAt = 128,
-                   kOccurrences = 256;
+constexpr uint16_t kLr = 1, kPresent = 2, kStepGoesOn = 4, kGroup = 8, kRequiredSync = 16, kStep = 32,
+                   kUnixSeconds = 64, kPulledAt = 128, kOccurrences = 256;
 constexpr uint16_t kBatch = kStep | kUnixSeconds | kPulledAt;  // any of these flags: a BatchNumbers follows the scalars
 
 struct OperationHeader {
@@ -36,19 +36,20 @@ struct BatchNumbers {
 static_assert(sizeof(BatchNumbers) == 24);
 
 size_t checked_text(const std::string& text, const char* what) {
-  if (text.size() > kMostText) throw Fault("ProtocolError", std::string(what) + " is longer than 65535 bytes");
+  if (text.size() > kMaxText) throw Fault("ProtocolError", std::string(what) + " is longer than 65535 bytes");
   return text.size();
 }
 
 size_t scalars_bytes(const Scalars& scalars) {
   size_t bytes = 0;
-  for (const auto& [name, value] : scalars) bytes += sizeof(double) + sizeof(uint16_t) + checked_text(name, "the name of a scalar");
+  for (const auto& [name, value] : scalars)
+    bytes += sizeof(double) + sizeof(uint16_t) + checked_text(name, "the name of a scalar");
   return bytes;
 }
 
 uint16_t flags_of(const BatchFacts& batch) {
-  return static_cast<uint16_t>((batch.step ? kStep : 0) | (batch.unix_seconds ? kUnixSeconds : 0) | (batch.pulled_at ? kPulledAt : 0) |
-                               (batch.occurrences != nullptr ? kOccurrences : 0));
+  return static_cast<uint16_t>((batch.step ? kStep : 0) | (batch.unix_seconds ? kUnixSeconds : 0) |
+                               (batch.pulled_at ? kPulledAt : 0) | (batch.occurrences != nullptr ? kOccurrences : 0));
 }
 
 OperationHeader header_of(const Operation& operation) {
@@ -89,7 +90,7 @@ OperationHeader header_of(const Operation& operation) {
     header.lr = push->lr.value_or(0);
     if (push->step_goes_on) header.flags |= kStepGoesOn;
     group_of(push->group, kGroup);
-    if (push->scalars.size() > kMostText) throw Fault("ProtocolError", "a push has more than 65535 scalars");
+    if (push->scalars.size() > kMaxText) throw Fault("ProtocolError", "a push has more than 65535 scalars");
     header.num_scalars = static_cast<uint16_t>(push->scalars.size());
     header.scalars_bytes = static_cast<uint32_t>(scalars_bytes(push->scalars));
     header.flags |= flags_of(push->batch);
@@ -111,7 +112,9 @@ void write_texts(char* at, const Operation& operation, size_t padded_bytes) {
   writer.put(operation.context.stream.data(), operation.context.stream.size());
   const auto* push = std::get_if<PushRequest>(&operation.request);
   const auto* pull = std::get_if<PullRequest>(&operation.request);
-  const std::optional<SyncGroup>* group = push != nullptr ? &push->group : pull != nullptr ? &pull->required_sync : nullptr;
+  const std::optional<SyncGroup>* group = push != nullptr   ? &push->group
+                                          : pull != nullptr ? &pull->required_sync
+                                                            : nullptr;
   if (group != nullptr && *group) writer.put((*group)->job.data(), (*group)->job.size());
   if (push != nullptr) {
     for (const auto& [name, value] : push->scalars) {
@@ -136,7 +139,8 @@ struct Arrays {
 };
 
 Arrays arrays_of(const Operation& operation) {
-  if (const auto* push = std::get_if<PushRequest>(&operation.request)) return {push->ids, push->gradients, push->batch.occurrences};
+  if (const auto* push = std::get_if<PushRequest>(&operation.request))
+    return {push->ids, push->gradients, push->batch.occurrences};
   if (const auto* assign = std::get_if<AssignRequest>(&operation.request)) return {assign->ids, assign->rows, nullptr};
   return {std::get<PullRequest>(operation.request).ids, nullptr, nullptr};
 }
@@ -177,23 +181,27 @@ uint16_t flags_of_kind(OperationKind kind) {
 }
 
 void check_header(const OperationHeader& header) {
-  require_frame((header.flags & ~flags_of_kind(header.kind)) == 0, "an operation has a flag that its kind does not have");
+  require_frame((header.flags & ~flags_of_kind(header.kind)) == 0,
+                "an operation has a flag that its kind does not have");
   require_frame(header.dtype < kNumDTypes, "an operation has an unknown dtype");
   require_frame(header.dim >= 1, "rows have no columns");
   require_frame(header.reserved == 0 && header.reserved2 == 0, "reserved bytes are not 0");
   require_frame(header.kind == OperationKind::push || (header.num_scalars == 0 && header.scalars_bytes == 0),
                 "an operation other than a push has scalars");
-  require_frame((header.flags & (kGroup | kRequiredSync)) != 0 || header.job_bytes == 0, "a job is named without a group");
+  require_frame((header.flags & (kGroup | kRequiredSync)) != 0 || header.job_bytes == 0,
+                "a job is named without a group");
 }
 
 // Headers and texts of one operation; its arrays are null, its count is that of the header.
 Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_present, bool& has_occurrences) {
-  const auto header = copied<OperationHeader>(reader.take(sizeof(OperationHeader), "an operation's header is not there"));
+  const auto header =
+      copied<OperationHeader>(reader.take(sizeof(OperationHeader), "an operation's header is not there"));
   const size_t bytes = rounded_up(texts_bytes(header), 8);
   const char* theirs = reader.take(bytes, "texts are longer than the frame");
   std::string texts(theirs, bytes);
   asm volatile("" : : "r"(texts.data()) : "memory");
-  require_frame(header.check == frame_checksum(checksum_of(frame.number, header), texts.data(), bytes), "an operation's checksum is wrong");
+  require_frame(header.check == frame_checksum(checksum_of(frame.number, header), texts.data(), bytes),
+                "an operation's checksum is wrong");
   check_header(header);
   Texts names(texts);
   Operation operation;
@@ -208,7 +216,8 @@ Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_
   context.cluster_version = frame.cluster_version;
   std::optional<SyncGroup> group;
   if ((header.flags & (kGroup | kRequiredSync)) != 0)
-    group = SyncGroup{names.name(header.job_bytes), header.world_size, header.rank, header.group_sequence, header.sample_count};
+    group = SyncGroup{names.name(header.job_bytes), header.world_size, header.rank, header.group_sequence,
+                      header.sample_count};
   const auto rows_of = [&](auto& request) {
     request.count = static_cast<int64_t>(header.num_ids);
     request.dim = header.dim;
@@ -257,8 +266,8 @@ Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_
 }  // namespace
 
 RequestLayout lay_out_request(std::span<const Operation> operations) {
-  if (operations.empty() || operations.size() > kMostOperations)
-    throw Fault("ProtocolError", "a frame holds 1 to " + std::to_string(kMostOperations) + " operations");
+  if (operations.empty() || operations.size() > kMaxOperations)
+    throw Fault("ProtocolError", "a frame holds 1 to " + std::to_string(kMaxOperations) + " operations");
   RequestLayout layout;
   size_t at = sizeof(FrameHeader);
   for (const Operation& operation : operations) {
@@ -277,7 +286,8 @@ RequestLayout lay_out_request(std::span<const Operation> operations) {
   return layout;
 }
 
-void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds, std::span<const Operation> operations) {
+void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
+                   std::span<const Operation> operations) {
   FrameHeader whole;
   whole.kind = FrameKind::request;
   whole.num_operations = static_cast<uint32_t>(operations.size());
@@ -314,7 +324,7 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   request.header = parse_header(reader.take(sizeof(FrameHeader), "it is shorter than its header"), FrameKind::request);
   require_frame(request.header.body_bytes == reader.left(), "its header tells another size");
   const uint32_t count = request.header.num_operations;
-  require_frame(count >= 1 && count <= kMostOperations, "it holds no operation, or too many");
+  require_frame(count >= 1 && count <= kMaxOperations, "it holds no operation, or too many");
   struct Taken {
     const char *ids = nullptr, *occurrences = nullptr;
   };
@@ -341,7 +351,8 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
             reader.align(kFrameAlignment);
             if (has_occurrences) {
               require_frame(claimed <= reader.left() / sizeof(uint32_t), "occurrences are more than the frame holds");
-              taken[i].occurrences = reader.take(claimed * sizeof(uint32_t), "occurrences are more than the frame holds");
+              taken[i].occurrences =
+                  reader.take(claimed * sizeof(uint32_t), "occurrences are more than the frame holds");
               has_any_occurrences = true;
               num_occurrences += claimed;
               reader.align(kFrameAlignment);
@@ -354,7 +365,8 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   }
   require_frame(reader.left() == 0, "bytes follow its last operation");
   request.ids.resize(num_ids);
-  if (has_any_occurrences) request.occurrences.resize(num_occurrences + 1);  // so that an empty array has an address, too
+  // so that an empty array has an address, too
+  if (has_any_occurrences) request.occurrences.resize(num_occurrences + 1);
   int64_t* next = request.ids.data();
   uint32_t* next_occurrences = request.occurrences.data();
   for (uint32_t i = 0; i < count; ++i) {
@@ -365,7 +377,8 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
           next += one.count;
           if constexpr (std::is_same_v<std::decay_t<decltype(one)>, PushRequest>) {
             if (taken[i].occurrences == nullptr) return;
-            if (one.count != 0) std::memcpy(next_occurrences, taken[i].occurrences, static_cast<size_t>(one.count) * sizeof(uint32_t));
+            if (one.count != 0)
+              std::memcpy(next_occurrences, taken[i].occurrences, static_cast<size_t>(one.count) * sizeof(uint32_t));
             one.batch.occurrences = next_occurrences;
             next_occurrences += one.count;
           }

@@ -32,7 +32,8 @@ GEARTRAIN_INLINE int32_t largest_with(const float* __restrict g, const float* __
   return largest;
 }
 
-GEARTRAIN_INLINE int32_t largest_body(const float* g, const float* u, const float* v, size_t count, const Accumulation& step) {
+GEARTRAIN_INLINE int32_t largest_body(const float* g, const float* u, const float* v, size_t count,
+                                      const Accumulation& step) {
   return step.nesterov ? largest_with<true>(g, u, v, count, step) : largest_with<false>(g, u, v, count, step);
 }
 
@@ -46,8 +47,8 @@ GEARTRAIN_INLINE int32_t largest_of_stride(const float* v, size_t count) {
 }
 
 template <bool nesterov>
-GEARTRAIN_INLINE int32_t update_stride(const float* __restrict g, float* __restrict u, float* __restrict v, size_t count,
-                                       const Accumulation step) {
+GEARTRAIN_INLINE int32_t update_stride(const float* __restrict g, float* __restrict u, float* __restrict v,
+                                       size_t count, const Accumulation step) {
   int32_t largest = 0;
   for (size_t i = 0; i < count; ++i) {
     float velocity = u[i];

@@ -47,7 +47,8 @@ std::vector<Piece> cut(std::span<const SweptTensor> tensors) {
     for (int64_t begin = 0; begin < tensor.numel; begin += kPiece) {
       const int64_t count = std::min(kPiece, tensor.numel - begin);
       const int64_t most = tensor.k + std::max(tensor.k, kSpareSurvivors) + kBlock;
-      pieces.push_back({.tensor = number, .begin = begin, .count = count, .survivors = nullptr, .room = std::min(count, most)});
+      pieces.push_back(
+          {.tensor = number, .begin = begin, .count = count, .survivors = nullptr, .room = std::min(count, most)});
     }
   }
   return pieces;
@@ -61,7 +62,8 @@ int64_t threads_for(std::span<const SweptTensor> tensors, int64_t threads) {
 
 // Returns a block's gradient as float32; in `room` if it has to be widened.
 const float* gradient_block(const SweptTensor& tensor, int64_t begin, int64_t count, float* room) {
-  const char* at = static_cast<const char*>(tensor.gradient) + static_cast<size_t>(begin) * item_bytes(tensor.gradient_dtype);
+  const char* at =
+      static_cast<const char*>(tensor.gradient) + static_cast<size_t>(begin) * item_bytes(tensor.gradient_dtype);
   if (tensor.gradient_dtype == DType::float32) return reinterpret_cast<const float*>(at);
   kernels().load[static_cast<int>(tensor.gradient_dtype)](room, at, static_cast<size_t>(count));
   return room;
@@ -70,7 +72,8 @@ const float* gradient_block(const SweptTensor& tensor, int64_t begin, int64_t co
 // Calls work(begin, count) for the blocks of a piece.
 template <class Work>
 void for_blocks(const Piece& piece, const Work& work) {
-  for (int64_t done = 0; done < piece.count; done += kBlock) work(piece.begin + done, std::min(kBlock, piece.count - done));
+  for (int64_t done = 0; done < piece.count; done += kBlock)
+    work(piece.begin + done, std::min(kBlock, piece.count - done));
 }
 
 // Replaces an estimate that is not finite by 0, which lets all elements survive.
@@ -102,9 +105,9 @@ float sampled_estimate(const SweptTensor& tensor, const Accumulation& step) {
   for (int64_t i = 0; i < kSample; ++i) {
     const int64_t at = tensor.numel * i / kSample;
     float room;
-    sample[i] = tensor.gradient == nullptr
-                    ? std::bit_cast<int32_t>(tensor.values[at]) & INT32_MAX
-                    : sweep_kernels().largest(gradient_block(tensor, at, 1, &room), tensor.velocity + at, tensor.values + at, 1, step);
+    sample[i] = tensor.gradient == nullptr ? std::bit_cast<int32_t>(tensor.values[at]) & INT32_MAX
+                                           : sweep_kernels().largest(gradient_block(tensor, at, 1, &room),
+                                                                     tensor.velocity + at, tensor.values + at, 1, step);
   }
   const int64_t rank = std::min(kSample - 1, 4 + kSample * tensor.k / tensor.numel * 5 / 4);
   std::nth_element(sample, sample + rank, sample + kSample, std::greater<>());
@@ -140,8 +143,15 @@ class Collected {
 class LargestOfTensors {
  public:
   LargestOfTensors(std::span<const SweptTensor> tensors, const Accumulation& step, float* estimates, int64_t threads)
-      : tensors_(tensors), step_(step), estimates_(estimates), threads_(threads_for(tensors, threads)), pieces_(cut(tensors)),
-        firsts_(tensors.size(), 0), num_pieces_(tensors.size(), 0), rooms_(tensors.size(), 0), starts_(tensors.size(), 0),
+      : tensors_(tensors),
+        step_(step),
+        estimates_(estimates),
+        threads_(threads_for(tensors, threads)),
+        pieces_(cut(tensors)),
+        firsts_(tensors.size(), 0),
+        num_pieces_(tensors.size(), 0),
+        rooms_(tensors.size(), 0),
+        starts_(tensors.size(), 0),
         missing_(tensors.size()) {
     int64_t room = 0;
     for (size_t at = 0; at < pieces_.size(); ++at) {
@@ -194,7 +204,8 @@ class LargestOfTensors {
     for_blocks(piece, [&](int64_t begin, int64_t count) {
       Survivor* next = collected.next(count);
       if (tensor.gradient == nullptr) {
-        collected.add(sweep_kernels().collect(tensor.values + begin, static_cast<size_t>(count), collected.limit(), begin, next));
+        collected.add(
+            sweep_kernels().collect(tensor.values + begin, static_cast<size_t>(count), collected.limit(), begin, next));
         return;
       }
       const float* gradient = gradient_block(tensor, begin, count, room);
@@ -210,7 +221,8 @@ class LargestOfTensors {
     Survivor* const survivors = pieces_[firsts_[number]].survivors;
     int64_t count = 0;
     for (size_t at = firsts_[number]; at < firsts_[number] + num_pieces_[number]; ++at) {
-      std::memmove(survivors + count, pieces_[at].survivors, static_cast<size_t>(pieces_[at].num_survivors) * sizeof(Survivor));
+      std::memmove(survivors + count, pieces_[at].survivors,
+                   static_cast<size_t>(pieces_[at].num_survivors) * sizeof(Survivor));
       count += pieces_[at].num_survivors;
     }
     if (count < tensor.k) count = look_again(number, survivors, scratch);
@@ -240,7 +252,8 @@ class LargestOfTensors {
     for (int64_t begin = 0; begin < tensor.numel; begin += kBlock) {
       const int64_t count = std::min(kBlock, tensor.numel - begin);
       Survivor* next = collected.next(count);
-      collected.add(sweep_kernels().collect(tensor.values + begin, static_cast<size_t>(count), collected.limit(), begin, next));
+      collected.add(
+          sweep_kernels().collect(tensor.values + begin, static_cast<size_t>(count), collected.limit(), begin, next));
     }
     return collected.count();
   }

@@ -118,7 +118,9 @@ class Bits {
     std::array<uint64_t, kPageBits / 64> words{};
   };
 
-  static uint64_t& word_of(Page& page, int64_t at) { return page.words[static_cast<size_t>((at & (kPageBits - 1)) >> 6)]; }
+  static uint64_t& word_of(Page& page, int64_t at) {
+    return page.words[static_cast<size_t>((at & (kPageBits - 1)) >> 6)];
+  }
 
   IndexTree<std::unique_ptr<Page>> pages_;
   int64_t num_pages_ = 0;

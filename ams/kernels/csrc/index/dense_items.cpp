@@ -4,7 +4,7 @@
 
 namespace geartrain {
 
-static_assert(DenseItems::kMostRegionRows <= Bits::kPageBits);
+static_assert(DenseItems::kMaxRegionRows <= Bits::kPageBits);
 
 DenseItems::Full DenseItems::when_full(const std::vector<int64_t>& owned) const {
   std::vector<uint8_t> is_owned(kNumBuckets);

@@ -25,12 +25,13 @@ namespace geartrain {
 
 class DenseItems {
  public:
-  static constexpr int64_t kMostRegionRows = 1 << 15;
+  static constexpr int64_t kMaxRegionRows = 1 << 15;
 
   // The arguments are those of DenseLayout, and the bytes of a row with all that belongs to it.
   DenseItems(const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
-      : layout_(owned, num_rows, bits_of(std::clamp<int64_t>(kRegionBytes / item_bytes, kRunRows, kMostRegionRows))),
-        chunk_bits_(bits_of(std::clamp<int64_t>(kSpareBytesOfId * layout_.region_rows() / item_bytes, 1, kMostRegionRows))) {}
+      : layout_(owned, num_rows, bits_of(std::clamp<int64_t>(kRegionBytes / item_bytes, kRunRows, kMaxRegionRows))),
+        chunk_bits_(
+            bits_of(std::clamp<int64_t>(kSpareBytesOfId * layout_.region_rows() / item_bytes, 1, kMaxRegionRows))) {}
 
   const DenseLayout& layout() const { return layout_; }
 
@@ -71,7 +72,7 @@ class DenseItems {
   // Items in chunks: 0 up to this number.
   int64_t num_items() const { return num_chunks_ << chunk_bits_; }
   // Upper bound of the items while the buckets are those at creation.
-  int64_t most_items() const { return layout_.most_rows(int64_t{1} << chunk_bits_); }
+  int64_t most_items() const { return layout_.max_rows(int64_t{1} << chunk_bits_); }
   int64_t memory_bytes() const { return num_chunks_ * static_cast<int64_t>(sizeof(uint32_t)) + numbers_bytes_; }
 
   // Memory of a table with all rows of its owned buckets, and no others.
@@ -187,14 +188,15 @@ class DenseItems::Growth {
 template <class Ensure>
 void DenseItems::Growth::take(const std::vector<int64_t>& positions, const Ensure& ensure) {
   made_.reserve(positions.size());
-  constexpr size_t kAhead = 12;
+  constexpr size_t kPrefetchDistance = 12;
   for (size_t i = 0; i < positions.size(); ++i) {
-    if (i + kAhead < positions.size()) items_.prefetch(positions[i + kAhead]);
+    if (i + kPrefetchDistance < positions.size()) items_.prefetch(positions[i + kPrefetchDistance]);
     number(positions[i]);
   }
   for (const Grown& grown : grown_) {
     Region& region = items_.regions_.at(grown.region);
-    const int64_t rows = items_.is_half_full(grown.region) ? items_.layout_.rows_of_region(grown.region) : region.num_numbers;
+    const int64_t rows =
+        items_.is_half_full(grown.region) ? items_.layout_.rows_of_region(grown.region) : region.num_numbers;
     while (static_cast<int64_t>(region.chunks.size()) << items_.chunk_bits_ < rows) {
       add_chunk(region);
       ensure(items_.num_items() - (int64_t{1} << items_.chunk_bits_));
@@ -222,7 +224,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
     return number != nullptr && *number <= num_old ? int64_t{*number} - 1 : -1;
   };
   const auto move = [&](int64_t to, int64_t from) { copy(item_of(region, to), item_of(region, from)); };
-  std::bitset<kMostRegionRows> done;
+  std::bitset<kMaxRegionRows> done;
   int64_t spare = -1;
   // First the chains: a row moves to a free place, and frees its own for the next.
   for (int64_t begin = 0; num_old > 0 && begin < layout_.region_rows(); ++begin) {

@@ -31,9 +31,11 @@ class DenseLayout {
   }
   int64_t num_ranges() const { return int64_t{1} << range_bits_; }
   // Number of ids of the table in a range of buckets; the first of them is the range's number.
-  int64_t rows_of_range(int64_t range) const { return range < num_rows_ ? ((num_rows_ - 1 - range) >> range_bits_) + 1 : 0; }
+  int64_t rows_of_range(int64_t range) const {
+    return range < num_rows_ ? ((num_rows_ - 1 - range) >> range_bits_) + 1 : 0;
+  }
   // Ids of the ranges at creation, each range rounded up to a multiple of `unit`.
-  int64_t most_rows(int64_t unit) const { return num_ranges_ * ((rows_of_range(0) + unit - 1) / unit * unit); }
+  int64_t max_rows(int64_t unit) const { return num_ranges_ * ((rows_of_range(0) + unit - 1) / unit * unit); }
 
  private:
   int64_t place_mask() const { return (int64_t{1} << range_shift_) - 1; }

@@ -34,7 +34,8 @@ void HashedDirectory::erase(int64_t id) {
   index_.release(position);
 }
 
-DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
+DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows,
+                               int64_t item_bytes)
     : ranks_(ranks), num_rows_(num_rows), items_(owned, num_rows, item_bytes) {}
 
 std::vector<int64_t> DenseDirectory::positions_for(const std::vector<int64_t>& ids) {

@@ -11,11 +11,13 @@ IdIndex::IdIndex() : current_(make_table(kFirstLines)) {}
 
 int64_t IdIndex::most_bytes(int64_t count) {
   int64_t lines = kFirstLines, before = 0;
-  while (count > most_ids(lines)) {
+  while (count > max_ids(lines)) {
     before = lines;
     lines = lines * 7 / 5;
   }
-  const auto bytes = [](int64_t of_lines) { return static_cast<int64_t>(Pages::rounded(static_cast<size_t>(of_lines) * sizeof(Line))); };
+  const auto bytes = [](int64_t of_lines) {
+    return static_cast<int64_t>(Pages::rounded(static_cast<size_t>(of_lines) * sizeof(Line)));
+  };
   return bytes(lines) + bytes(before) + count * static_cast<int64_t>(sizeof(int64_t) + sizeof(uint32_t));
 }
 
@@ -41,11 +43,11 @@ void IdIndex::Table::insert(uint64_t hash, uint64_t tag, int64_t number) {
 
 void IdIndex::reserve(int64_t count, NewMemory* news) {
   const int64_t fresh = std::max<int64_t>(0, count - static_cast<int64_t>(released_.size()));
-  if (fresh > kMostIds - end_) throw TooManyIds(count, size_, kMostIds);
+  if (fresh > kMaxIds - end_) throw TooManyIds(count, size_, kMaxIds);
   for (int64_t number = end_; number < end_ + fresh; ++number) ids_.ensure(number, news);
   int64_t num_lines = static_cast<int64_t>(current_.num_lines);
-  if (size_ + count <= most_ids(num_lines)) return;
-  while (size_ + count > most_ids(num_lines)) num_lines = num_lines * 7 / 5;
+  if (size_ + count <= max_ids(num_lines)) return;
+  while (size_ + count > max_ids(num_lines)) num_lines = num_lines * 7 / 5;
   Table grown = make_table(num_lines);
   finish();  // only a batch about as large as the table itself meets an unfinished sweep
   old_ = std::move(current_);

@@ -30,8 +30,8 @@ class IdIndex {
   // Upper bound of all numbers, exclusive.
   int64_t end() const { return end_; }
   int64_t memory_bytes() const {
-    return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()) + end_ * static_cast<int64_t>(sizeof(int64_t)) +
-           static_cast<int64_t>(released_.size() * sizeof(uint32_t));
+    return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()) +
+           end_ * static_cast<int64_t>(sizeof(int64_t)) + static_cast<int64_t>(released_.size() * sizeof(uint32_t));
   }
 
   // Most bytes of an index of `count` ids, during its growth.
@@ -68,7 +68,7 @@ class IdIndex {
   static constexpr int kEntries = 5;
   static constexpr int64_t kFirstLines = 64;
   static constexpr int64_t kInsertionsOfASweep = 4, kLinesOfASweep = 8;
-  static constexpr int64_t kMostIds = INT64_C(0xFFFFFFFF);
+  static constexpr int64_t kMaxIds = INT64_C(0xFFFFFFFF);
 
   struct alignas(64) Line {
     uint64_t tags[kEntries];  // id + 1; 0 is empty. Entries fill from the first on.
@@ -82,7 +82,9 @@ class IdIndex {
     uint64_t num_lines = 0;
 
     Line* lines() const { return reinterpret_cast<Line*>(pages.data()); }
-    uint64_t place(uint64_t hash) const { return static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * num_lines >> 64); }
+    uint64_t place(uint64_t hash) const {
+      return static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * num_lines >> 64);
+    }
     uint64_t next(uint64_t place) const { return place + 1 == num_lines ? 0 : place + 1; }
 
     int64_t find(uint64_t hash, uint64_t tag) const {
@@ -100,7 +102,7 @@ class IdIndex {
   };
 
   static uint64_t tag_of(int64_t id) { return static_cast<uint64_t>(id) + 1; }
-  static int64_t most_ids(int64_t num_lines) { return num_lines * 13 / 4; }
+  static int64_t max_ids(int64_t num_lines) { return num_lines * 13 / 4; }
   static Table make_table(int64_t num_lines);
 
   bool growing() const { return old_.num_lines != 0; }

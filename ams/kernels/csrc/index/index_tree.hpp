@@ -11,8 +11,8 @@
 
 namespace geartrain {
 
-// An Item is false until it is assigned, as `bool(item)`. `kMostFirst`: length of the array.
-template <class Item, int64_t kMostFirst = 8192>
+// An Item is false until it is assigned, as `bool(item)`. `kMaxFirst`: length of the array.
+template <class Item, int64_t kMaxFirst = 8192>
 class IndexTree {
  public:
   IndexTree() = default;
@@ -39,7 +39,7 @@ class IndexTree {
 
   // Throws std::bad_alloc, and then no item has changed.
   Item& make_place(int64_t index) {
-    if (index < kMostFirst) {
+    if (index < kMaxFirst) {
       if (index >= num_first_) grow_first(index + 1);
       return first_[index];
     }
@@ -86,7 +86,9 @@ class IndexTree {
   };
 
   static int64_t end_of(int shift) { return shift + kBits >= 63 ? INT64_MAX : int64_t{1} << (shift + kBits); }
-  static void* new_node(int shift) { return shift > 0 ? static_cast<void*>(new Branch()) : static_cast<void*>(new Twig()); }
+  static void* new_node(int shift) {
+    return shift > 0 ? static_cast<void*>(new Branch()) : static_cast<void*>(new Twig());
+  }
 
   static void destroy(void* node, int shift) {
     if (node == nullptr) return;
@@ -138,7 +140,7 @@ class IndexTree {
     std::swap(end_, other.end_);
   }
 
-  std::vector<Item> storage_;  // of the indices below kMostFirst, up to the largest one that has a place
+  std::vector<Item> storage_;  // of the indices below kMaxFirst, up to the largest one that has a place
   Item* first_ = nullptr;
   int64_t num_first_ = 0;
   void* root_ = nullptr;

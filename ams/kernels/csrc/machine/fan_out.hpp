@@ -95,7 +95,8 @@ void fan_out(int64_t count, size_t bytes, int64_t threads, const Work& work, Pau
   slices = std::clamp<int64_t>(slices, 1, std::max<int64_t>(count, 1));
   deal_out(
       slices, hands,
-      [&](int64_t slice, int64_t thread) { work(count * slice / slices, count * (slice + 1) / slices, thread); }, pauses);
+      [&](int64_t slice, int64_t thread) { work(count * slice / slices, count * (slice + 1) / slices, thread); },
+      pauses);
 }
 
 }  // namespace geartrain

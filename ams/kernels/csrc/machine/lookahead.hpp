@@ -29,15 +29,15 @@ inline constexpr int64_t kBurst = 12;
 
 // The fastest for rows of 64, 512 and 2,048 bytes on Sapphire Rapids.
 inline constexpr size_t kWindowBytes = 2048;
-inline constexpr int64_t kMostInWindow = 32;
+inline constexpr int64_t kMaxInWindow = 32;
 
 // Most rows that are prefetched and not used yet, including the present one.
-inline constexpr int64_t kMostAhead = 64;
-static_assert(kBurst <= kMostAhead && kMostInWindow < kMostAhead);
+inline constexpr int64_t kMaxAhead = 64;
+static_assert(kBurst <= kMaxAhead && kMaxInWindow < kMaxAhead);
 
 // Most prefetched bytes of a row: the CPU fetches the rest of a long one by itself, and in a burst whole rows of 4 KiB
 // with their slots evicted one another (a tenth of an Adam push, on Zen 3).
-inline constexpr size_t kMostAsked = 2048;
+inline constexpr size_t kMaxAsked = 2048;
 
 class Lookahead {
  public:
@@ -45,7 +45,7 @@ class Lookahead {
   Use use() const { return use_; }
 
   void ask(const void* row, size_t bytes) const {
-    bytes = std::min(bytes, kMostAsked);
+    bytes = std::min(bytes, kMaxAsked);
     if (way_ == LookaheadWay::bursts) return prefetch_bytes(row, bytes);
     const char* begin = static_cast<const char*>(row);
     for (size_t offset = 0; offset < bytes; offset += 64) {
@@ -73,7 +73,8 @@ class Lookahead {
       }
       return;
     }
-    const int64_t window = std::clamp<int64_t>(static_cast<int64_t>(kWindowBytes / std::max<size_t>(bytes, 1)), 1, kMostInWindow);
+    const int64_t window =
+        std::clamp<int64_t>(static_cast<int64_t>(kWindowBytes / std::max<size_t>(bytes, 1)), 1, kMaxInWindow);
     for (int64_t i = 0; i < std::min(count, window); ++i) ahead(i);
     for (int64_t i = 0; i < count; ++i) {
       if (i + window < count) ahead(i + window);

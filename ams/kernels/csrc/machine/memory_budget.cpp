@@ -11,9 +11,10 @@ std::atomic<int64_t> used{0};
 }  // namespace
 
 std::string OverBudget::words() const {
-  return "rows need " + std::to_string(asked) + " more bytes; those of this process take " + std::to_string(used) + " of the " +
-         std::to_string(limit) +
-         " bytes that they may (server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, or give "
+  return "rows need " + std::to_string(asked) + " more bytes; those of this process take " + std::to_string(used) +
+         " of the " + std::to_string(limit) +
+         " bytes that they may (server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, "
+         "or give "
          "the server more memory";
 }
 

@@ -40,7 +40,7 @@ class FrozenRows {
   // Returns the used memory for the next moment: fresh pages would cost a push more than the copies. Bounded, so that a
   // moment at which every row was written does not hold as much for good.
   SlabArray take_room() {
-    copies_.keep(aside_.size(), kMostKeptBytes);
+    copies_.keep(aside_.size(), kMaxKeptBytes);
     return std::move(copies_);
   }
   bool is_only_in_place(int64_t position) const { return in_place_.has(position); }
@@ -77,7 +77,8 @@ class FrozenRows {
   // Records the removal of the row of `id` at a position; if a freeze needs it, it was copied.
   void note_removal(int64_t position, int64_t id, size_t item_bytes) {
     const int64_t place = aside_.find(position);
-    if (place >= 0 && id_aside(copies_.at(place), item_bytes) < 0) std::memcpy(copies_.at(place) + item_bytes, &id, sizeof(id));
+    if (place >= 0 && id_aside(copies_.at(place), item_bytes) < 0)
+      std::memcpy(copies_.at(place) + item_bytes, &id, sizeof(id));
   }
   // For an item of `aside`: id of a row that was removed, or -1.
   static int64_t id_aside(const char* item, size_t item_bytes) {
@@ -109,7 +110,7 @@ class FrozenRows {
   }
 
  private:
-  static constexpr int64_t kMostKeptBytes = int64_t{256} << 20;
+  static constexpr int64_t kMaxKeptBytes = int64_t{256} << 20;
 
   static std::array<uint8_t, kNumBuckets> filled() {
     std::array<uint8_t, kNumBuckets> all;

@@ -20,7 +20,9 @@ struct Scored {
 
 bool better(const Scored& x, const Scored& y) { return x.score > y.score || (x.score == y.score && x.id < y.id); }
 
-int64_t slices_for(int64_t count, int64_t threads) { return std::clamp<int64_t>(threads, 1, std::max<int64_t>(count, 1)); }
+int64_t slices_for(int64_t count, int64_t threads) {
+  return std::clamp<int64_t>(threads, 1, std::max<int64_t>(count, 1));
+}
 
 }  // namespace
 
@@ -66,8 +68,8 @@ void exact_scores(const float* a, int64_t count, int64_t dim, const int32_t* ids
   });
 }
 
-void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids, int32_t* counts,
-                int64_t threads) {
+void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids,
+                int32_t* counts, int64_t threads) {
   const ExactDot dot = exact_dot_of_this_cpu();
   fan_out(a.count, kAlways, slices_for(a.count, threads), [&](int64_t begin, int64_t end, int64_t) {
     DefaultFloatMode float_mode;
@@ -96,8 +98,9 @@ void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, do
   });
 }
 
-void rank_candidates(const double* scores, const int32_t* ids, const int32_t* counts, int64_t width, const float* floors,
-                     int64_t count, double error_bound, int64_t k, int32_t* out, uint8_t* accepted, int64_t threads) {
+void rank_candidates(const double* scores, const int32_t* ids, const int32_t* counts, int64_t width,
+                     const float* floors, int64_t count, double error_bound, int64_t k, int32_t* out, uint8_t* accepted,
+                     int64_t threads) {
   fan_out(count, kAlways, slices_for(count, threads), [&](int64_t begin, int64_t end, int64_t) {
     std::vector<Scored> best;
     for (int64_t row = begin; row < end; ++row) {

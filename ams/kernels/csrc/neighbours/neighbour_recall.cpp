@@ -33,7 +33,9 @@ constexpr int64_t kColumns = 512;                   // of one job
 constexpr int64_t kBandBytes = int64_t{16} << 20;   // of packed columns that all rows are multiplied by
 constexpr size_t kAlways = std::numeric_limits<size_t>::max();  // bytes: as many threads as are allowed
 
-float floor_of(const float& floor) { return std::atomic_ref(const_cast<float&>(floor)).load(std::memory_order_relaxed); }
+float floor_of(const float& floor) {
+  return std::atomic_ref(const_cast<float&>(floor)).load(std::memory_order_relaxed);
+}
 
 class RowLock {
  public:
@@ -94,7 +96,8 @@ struct Bench {
 class Band {
  public:
   Band(const UnitRows& b, int64_t dim, const NeighbourKernels& kernels) : b_(b), dim_(dim), kernels_(kernels) {
-    const int64_t width = std::clamp<int64_t>(kBandBytes / (dim * 4) / kColumns, 1, (b.count + kColumns - 1) / kColumns);
+    const int64_t width =
+        std::clamp<int64_t>(kBandBytes / (dim * 4) / kColumns, 1, (b.count + kColumns - 1) / kColumns);
     columns_ = width * kColumns;
     panels_.resize(static_cast<size_t>(columns_ * dim));
   }
@@ -128,7 +131,14 @@ class PairsJob {
  public:
   PairsJob(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, const Band& band,
            int64_t dim, bool same)
-      : a_(a), b_(b), best_a_(best_a), best_b_(best_b), band_(band), dim_(dim), same_(same), kernels_(neighbour_kernels()) {
+      : a_(a),
+        b_(b),
+        best_a_(best_a),
+        best_b_(best_b),
+        band_(band),
+        dim_(dim),
+        same_(same),
+        kernels_(neighbour_kernels()) {
     const int64_t tile = kernels_.tile_rows;
     chunk_rows_ = std::clamp<int64_t>(kTileBytes / (dim * 4) / tile * tile, 4 * tile, 64 * tile);
     column_jobs_ = (band.last() - band.first() + kColumns - 1) / kColumns;
@@ -139,10 +149,12 @@ class PairsJob {
 
   void run(int64_t job, Bench& bench) const {
     const int64_t first_row = job / column_jobs_ * chunk_rows_, rows = std::min(chunk_rows_, a_.count - first_row);
-    const int64_t first = band_.first() + job % column_jobs_ * kColumns, last = std::min(first + kColumns, band_.last());
+    const int64_t first = band_.first() + job % column_jobs_ * kColumns,
+                  last = std::min(first + kColumns, band_.last());
     for (int64_t column = first; column < last; column += kernels_.panel_columns) {
       const int64_t columns = std::min(kernels_.panel_columns, last - column);
-      const int64_t met = same_ ? std::min(rows, column + columns - 1 - first_row) : rows;  // pairs of a block: row < column
+      // pairs of a block: row < column
+      const int64_t met = same_ ? std::min(rows, column + columns - 1 - first_row) : rows;
       if (met > 0) meet(first_row, met, column, columns, bench);
     }
   }
@@ -152,10 +164,12 @@ class PairsJob {
     const float* panel = band_.panel(column);
     bench.column_floors.assign(static_cast<size_t>(kernels_.panel_columns), kInfinity);
     if (best_b_.exists())
-      for (int64_t j = 0; j < columns; ++j) bench.column_floors[static_cast<size_t>(j)] = floor_of(best_b_.floors[column + j]);
+      for (int64_t j = 0; j < columns; ++j)
+        bench.column_floors[static_cast<size_t>(j)] = floor_of(best_b_.floors[column + j]);
     bench.row_floors.assign(static_cast<size_t>(rows + kernels_.tile_rows), kInfinity);
     if (best_a_.exists())
-      for (int64_t i = 0; i < rows; ++i) bench.row_floors[static_cast<size_t>(i)] = floor_of(best_a_.floors[first_row + i]);
+      for (int64_t i = 0; i < rows; ++i)
+        bench.row_floors[static_cast<size_t>(i)] = floor_of(best_a_.floors[first_row + i]);
     bench.hits.resize(static_cast<size_t>((chunk_rows_ + kernels_.tile_rows) * kernels_.panel_columns));
 
     const int64_t whole = rows / kernels_.tile_rows * kernels_.tile_rows;
@@ -199,8 +213,8 @@ class PairsJob {
 
 }  // namespace
 
-void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, int64_t dim,
-                  bool same, int64_t threads) {
+void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b,
+                  int64_t dim, bool same, int64_t threads) {
   if (a.count == 0 || b.count == 0) return;
   Band band(b, dim, neighbour_kernels());
   for (int64_t first = 0; first < b.count; first += band.columns()) {

@@ -36,8 +36,8 @@ struct UnitRows {
 
 // Offers every product of a row of `a` and one of `b` to the best of either, where they exist; a class never meets
 // itself. With `same`, a and b are one block and each pair counts once. Up to `threads` threads.
-void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, int64_t dim,
-                  bool same, int64_t threads);
+void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b,
+                  int64_t dim, bool same, int64_t threads);
 
 // Leaves the `keep` best of each row and raises its floor to the least of them, if it has more.
 void trim_best(const RunningBest& best, int64_t count, int64_t threads);
@@ -50,12 +50,13 @@ void exact_scores(const float* a, int64_t count, int64_t dim, const int32_t* ids
                   const float* b, int64_t first_b, int64_t count_b, double* scores, int64_t threads);
 
 // Offers the exact scores of all pairs to the k best of each row of `a` (best first; counts say how many there are).
-void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids, int32_t* counts,
-                int64_t threads);
+void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids,
+                int32_t* counts, int64_t threads);
 
 // Writes the k best by (score falling, id rising) of each row's candidates. accepted[i] = whether nothing that the
 // recall left out can be among them: the k-th exact score is above floor + error_bound.
-void rank_candidates(const double* scores, const int32_t* ids, const int32_t* counts, int64_t width, const float* floors,
-                     int64_t count, double error_bound, int64_t k, int32_t* out, uint8_t* accepted, int64_t threads);
+void rank_candidates(const double* scores, const int32_t* ids, const int32_t* counts, int64_t width,
+                     const float* floors, int64_t count, double error_bound, int64_t k, int32_t* out, uint8_t* accepted,
+                     int64_t threads);
 
 }  // namespace geartrain

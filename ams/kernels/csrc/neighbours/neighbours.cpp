@@ -130,9 +130,9 @@ Selected select_neighbours(const NeighbourLists<Id>& table, const int64_t* label
   return choose(table, distinct, budget, seed, step, HashSet(budget), out);
 }
 
-template Selected select_neighbours(const NeighbourLists<int32_t>&, const int64_t*, int64_t, int64_t, uint64_t, uint64_t,
-                                    int64_t*);
-template Selected select_neighbours(const NeighbourLists<int64_t>&, const int64_t*, int64_t, int64_t, uint64_t, uint64_t,
-                                    int64_t*);
+template Selected select_neighbours(const NeighbourLists<int32_t>&, const int64_t*, int64_t, int64_t, uint64_t,
+                                    uint64_t, int64_t*);
+template Selected select_neighbours(const NeighbourLists<int64_t>&, const int64_t*, int64_t, int64_t, uint64_t,
+                                    uint64_t, int64_t*);
 
 }  // namespace geartrain

@@ -18,11 +18,11 @@ constexpr double kToInteger = 0x1.8p52;   // adding and subtracting it rounds
 constexpr double kUp = 1 + 0x1p-20;       // covers the conversion to float
 constexpr double kRounding = 0x1p-18;     // of a product, relative to both lengths: the bounds are made in float32
 constexpr double kOffsetRounding = 0x1p-20;
-constexpr double kLeastSlack = 0x1p-100;  // covers underflow in a product
-constexpr double kMostOffset = 0x1p100;
-constexpr float kLeastScale = 0x1p-100f;  // of rows with codes
+constexpr double kMinSlack = 0x1p-100;  // covers underflow in a product
+constexpr double kMaxOffset = 0x1p100;
+constexpr float kMinScale = 0x1p-100f;  // of rows with codes
 constexpr int kFeatureExponent = -40;     // features are scaled below 2^-40: no product with a row overflows
-constexpr int kMostExponent = 100;        // 2^exponent and its inverse are normal numbers
+constexpr int kMaxExponent = 100;        // 2^exponent and its inverse are normal numbers
 
 float largest_magnitude(const float* values, int64_t count) {
   float largest = 0;
@@ -36,7 +36,7 @@ GEARTRAIN_INLINE void encode_row(const float* row, int64_t dim, uint8_t* __restr
   int32_t bits = 0;  // magnitudes are ordered as their bits are
   for (int64_t d = 0; d < dim; ++d) bits = std::max(bits, std::bit_cast<int32_t>(row[d]) & 0x7fffffff);
   float scale = std::bit_cast<float>(bits) / 127;
-  if (!(scale >= kLeastScale)) scale = 0;
+  if (!(scale >= kMinScale)) scale = 0;
   const double inverse = scale > 0 ? 1.0 / static_cast<double>(scale) : 0.0, step = static_cast<double>(scale);
   for (int64_t d = 0; d < dim; ++d) {
     const double code = static_cast<double>(row[d]) * inverse + kToInteger - kToInteger;
@@ -66,24 +66,26 @@ GEARTRAIN_INLINE void encode_row(const float* row, int64_t dim, uint8_t* __restr
 void encode_rows(const float* rows, int64_t count, int64_t dim, uint8_t* panels, int64_t threads) {
   const int64_t bytes = panel_bytes(dim), quads = quads_of(dim);
   const auto encode = Versions<&encode_row>::pick(active_isa());
-  fan_out(panels_of(count), static_cast<size_t>(count * dim) * sizeof(float), threads, [&](int64_t begin, int64_t end, int64_t) {
-    DefaultFloatMode float_mode;
-    const std::vector<float> nothing(static_cast<size_t>(dim));
-    std::vector<uint8_t> codes(static_cast<size_t>(4 * quads), kCodeZero);
-    for (int64_t row = begin * kPanelRows; row < end * kPanelRows; ++row) {
-      float words[3];
-      encode(row < count ? rows + row * dim : nothing.data(), dim, codes.data(), words);
-      uint8_t* place = panels + row / kPanelRows * bytes + row % kPanelRows * 4;
-      for (int64_t q = 0; q < quads; ++q) std::memcpy(place + q * kPanelRows * 4, codes.data() + 4 * q, 4);
-      for (int64_t i = 0; i < 3; ++i) std::memcpy(place + (quads + i) * kPanelRows * 4, &words[i], sizeof(float));
-    }
-  });
+  fan_out(panels_of(count), static_cast<size_t>(count * dim) * sizeof(float), threads,
+          [&](int64_t begin, int64_t end, int64_t) {
+            DefaultFloatMode float_mode;
+            const std::vector<float> nothing(static_cast<size_t>(dim));
+            std::vector<uint8_t> codes(static_cast<size_t>(4 * quads), kCodeZero);
+            for (int64_t row = begin * kPanelRows; row < end * kPanelRows; ++row) {
+              float words[3];
+              encode(row < count ? rows + row * dim : nothing.data(), dim, codes.data(), words);
+              uint8_t* place = panels + row / kPanelRows * bytes + row % kPanelRows * 4;
+              for (int64_t q = 0; q < quads; ++q) std::memcpy(place + q * kPanelRows * 4, codes.data() + 4 * q, 4);
+              for (int64_t i = 0; i < 3; ++i)
+                std::memcpy(place + (quads + i) * kPanelRows * 4, &words[i], sizeof(float));
+            }
+          });
 }
 
 FeatureBounds encode_feature(const float* feature, int64_t dim, float largest_offset, int8_t* codes) {
   const float largest = largest_magnitude(feature, dim);
   const int wanted = (largest > 0 ? std::ilogb(largest) + 1 : 0) - kFeatureExponent;
-  const int exponent = std::clamp(wanted, -kMostExponent, kMostExponent);
+  const int exponent = std::clamp(wanted, -kMaxExponent, kMaxExponent);
   const double unit = std::ldexp(1.0, -exponent), scale = static_cast<double>(largest) * unit / 63;
   double left_out = 0, length = 0;
   int sum = 0;
@@ -98,12 +100,13 @@ FeatureBounds encode_feature(const float* feature, int64_t dim, float largest_of
   }
   std::fill(codes + dim, codes + 4 * quads_of(dim), int8_t{0});
   const double offset = static_cast<double>(largest_offset) * unit;
-  const bool is_bounded = wanted <= exponent && offset <= kMostOffset;
+  const bool is_bounded = wanted <= exponent && offset <= kMaxOffset;
   return {
       .scale = static_cast<float>(scale),
       .length = static_cast<float>(std::sqrt(length) * kUp),
       .left_out = static_cast<float>((std::sqrt(left_out) + std::sqrt(length) * kRounding) * kUp),
-      .slack = is_bounded ? static_cast<float>(offset * kOffsetRounding + kLeastSlack) : std::numeric_limits<float>::infinity(),
+      .slack = is_bounded ? static_cast<float>(offset * kOffsetRounding + kMinSlack)
+                          : std::numeric_limits<float>::infinity(),
       .unit = static_cast<float>(unit),
       .start = -kCodeZero * sum,
       .exponent = exponent,

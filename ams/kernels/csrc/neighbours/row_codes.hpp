@@ -13,7 +13,7 @@ namespace geartrain {
 
 inline constexpr int64_t kPanelRows = 16;
 inline constexpr int kCodeZero = 128;
-inline constexpr int64_t kMostColumns = int64_t{1} << 16;  // sums of products of codes stay below 2^31
+inline constexpr int64_t kMaxColumns = int64_t{1} << 16;  // sums of products of codes stay below 2^31
 
 inline constexpr int64_t quads_of(int64_t dim) { return (dim + 3) / 4; }
 inline constexpr int64_t panel_bytes(int64_t dim) { return (quads_of(dim) + 3) * kPanelRows * 4; }

@@ -73,7 +73,11 @@ class ExactScores {
 class Running {
  public:
   Running(const float* feature, const FeatureBounds& bounds, int64_t k)
-      : feature_(feature), unit_(std::ldexp(1.0, bounds.exponent)), per_unit_(1 / unit_), k_(static_cast<size_t>(k)), full_(std::max(kCandidates, 4 * k_)) {}
+      : feature_(feature),
+        unit_(std::ldexp(1.0, bounds.exponent)),
+        per_unit_(1 / unit_),
+        k_(static_cast<size_t>(k)),
+        full_(std::max(kCandidates, 4 * k_)) {}
 
   // A row whose upper bound is below the floor cannot be an answer.
   float floor() const { return floor_; }
@@ -175,7 +179,8 @@ class Search {
         bounds_.push_back(encode_feature(feature, rows.dim, rows.largest_offset, plain.data()));
         unknowing_.emplace_back(feature, bounds_.back(), k);
         for (int64_t i = 0; i < quads_ * 4; ++i)
-          codes_[static_cast<size_t>(first * quads_ * 4 + (i / 4 * group + g) * 4 + i % 4)] = plain[static_cast<size_t>(i)];
+          codes_[static_cast<size_t>(first * quads_ * 4 + (i / 4 * group + g) * 4 + i % 4)] =
+              plain[static_cast<size_t>(i)];
       }
     }
   }
@@ -244,16 +249,17 @@ void search_rows(const SearchedRows& rows, const float* features, int64_t num_fe
     std::vector<Running> known = search.run(threads);
     size_t candidates = 0;
     for (const Running& running : known) candidates += running.num_candidates();
-    fan_out(some, candidates * static_cast<size_t>(rows.dim) * sizeof(float), threads, [&](int64_t begin, int64_t end, int64_t) {
-      DefaultFloatMode float_mode;
-      for (int64_t i = begin; i < end; ++i) {
-        const std::vector<Scored>& best = known[static_cast<size_t>(i)].finish(search.exact());
-        for (size_t j = 0; j < best.size(); ++j) {
-          scores[(first + i) * k + static_cast<int64_t>(j)] = best[j].score;
-          found[(first + i) * k + static_cast<int64_t>(j)] = best[j].row;
-        }
-      }
-    });
+    fan_out(some, candidates * static_cast<size_t>(rows.dim) * sizeof(float), threads,
+            [&](int64_t begin, int64_t end, int64_t) {
+              DefaultFloatMode float_mode;
+              for (int64_t i = begin; i < end; ++i) {
+                const std::vector<Scored>& best = known[static_cast<size_t>(i)].finish(search.exact());
+                for (size_t j = 0; j < best.size(); ++j) {
+                  scores[(first + i) * k + static_cast<int64_t>(j)] = best[j].score;
+                  found[(first + i) * k + static_cast<int64_t>(j)] = best[j].row;
+                }
+              }
+            });
   }
 }
 

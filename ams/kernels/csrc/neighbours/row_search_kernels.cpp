@@ -37,7 +37,8 @@ Integers add_products(Integers sums, Integers rows, int32_t codes) {
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)rows, _mm256_set1_epi32(codes));
   return sums + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
-  for (int i = 0; i < 4; ++i) sums += ((rows >> (8 * i)) & 255) * static_cast<int32_t>(static_cast<int8_t>(codes >> (8 * i)));
+  for (int i = 0; i < 4; ++i)
+    sums += ((rows >> (8 * i)) & 255) * static_cast<int32_t>(static_cast<int8_t>(codes >> (8 * i)));
   return sums;
 #endif
 }
@@ -103,7 +104,8 @@ int64_t panel_hits(const uint8_t* panel, int64_t quads, uint32_t rows, const flo
   BoundHit* next = hits;
   const auto run = [&]<int kGroup>(int64_t& first) {
     for (; first + kGroup <= num_features; first += kGroup)
-      next = group_hits<kGroup>(panel, quads, rows, offsets, codes + first * quads * 4, bounds + first, floors + first, first, next);
+      next = group_hits<kGroup>(panel, quads, rows, offsets, codes + first * quads * 4, bounds + first, floors + first,
+                                first, next);
   };
   int64_t first = 0;
   run.template operator()<kLargestGroup>(first);

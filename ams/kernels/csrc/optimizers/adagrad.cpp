@@ -14,8 +14,8 @@ struct AdagradFactors {
   float initial, epsilon;
 };
 
-GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict total, const float* __restrict gradient,
-                                        size_t count, const AdagradFactors& factors) {
+GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict total,
+                                        const float* __restrict gradient, size_t count, const AdagradFactors& factors) {
   const AdagradFactors f = factors;
   Largest largest_row, largest_total;
   for (size_t i = 0; i < count; ++i) {

@@ -71,7 +71,8 @@ AdamFactors Adam::factors_of(const PushFactors& push, int64_t t) const {
   return factors_of(push, known.first, known.second);
 }
 
-Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const {
+Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push,
+                        int64_t t) const {
   return update_(row, moments, moments + dim, gradient, dim, factors_of(push, t));
 }
 

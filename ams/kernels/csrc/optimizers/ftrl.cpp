@@ -58,7 +58,8 @@ class Ftrl final : public Optimizer {
   int num_slots() const override { return 2; }
   bool takes_narrow_slots() const override { return false; }
 
-  Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push, int64_t) const override {
+  Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push,
+                    int64_t) const override {
     return update_(row, slots, slots + dim, gradient, dim, {push.lr, push.scale, beta_, l1_, l2_});
   }
 

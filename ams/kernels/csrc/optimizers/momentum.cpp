@@ -30,9 +30,11 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 Momentum::Momentum(const OptimizerScalars& scalars, bool nesterov)
     : factors_{static_cast<float>(scalars.decay("momentum")), static_cast<float>(scalars.rate("weight_decay"))},
       nesterov_(nesterov),
-      update_(nesterov ? Versions<&update_body<true>>::pick(active_isa()) : Versions<&update_body<false>>::pick(active_isa())) {}
+      update_(nesterov ? Versions<&update_body<true>>::pick(active_isa())
+                       : Versions<&update_body<false>>::pick(active_isa())) {}
 
-Magnitudes Momentum::update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push, int64_t) const {
+Magnitudes Momentum::update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push,
+                            int64_t) const {
   return update_(row, slot, gradient, dim, push, factors_);
 }
 

@@ -11,7 +11,8 @@ class Momentum : public Optimizer {
   Momentum(const OptimizerScalars& scalars, bool nesterov);
 
   int num_slots() const override { return 1; }
-  Magnitudes update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const override;
+  Magnitudes update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push,
+                    int64_t t) const override;
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override;
 
  protected:

@@ -27,7 +27,8 @@ struct Magnitudes {
   // Only the first `num_slots`: all at once would be one vector, which waits for the stores of its parts.
   void raise_to(const Magnitudes& other, int num_slots) {
     row = row < other.row ? other.row : row;
-    for (size_t i = 0; i < static_cast<size_t>(num_slots); ++i) slots[i] = slots[i] < other.slots[i] ? other.slots[i] : slots[i];
+    for (size_t i = 0; i < static_cast<size_t>(num_slots); ++i)
+      slots[i] = slots[i] < other.slots[i] ? other.slots[i] : slots[i];
   }
 };
 
@@ -67,7 +68,9 @@ class Optimizer {
   // Number of the last slots that are one number a row. The others are as wide as the row.
   virtual int num_row_slots() const { return 0; }
   // Elements of all slots of a row of `dim`, and of one of them.
-  size_t slot_dim(size_t dim) const { return static_cast<size_t>(num_slots() - num_row_slots()) * dim + num_row_slots(); }
+  size_t slot_dim(size_t dim) const {
+    return static_cast<size_t>(num_slots() - num_row_slots()) * dim + num_row_slots();
+  }
   size_t slot_dim(int slot, size_t dim) const { return slot < num_slots() - num_row_slots() ? dim : 1; }
   // Whether an update depends on how many the row had before.
   virtual bool counts_updates() const { return false; }

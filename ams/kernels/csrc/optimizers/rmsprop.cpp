@@ -17,8 +17,8 @@ struct RmsFactors {
 
 // Slots: velocity with momentum, average gradient if centered, average square.
 template <bool centered, bool has_momentum>
-GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict slots, const float* __restrict gradient,
-                                        size_t count, const RmsFactors& factors) {
+GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict slots,
+                                        const float* __restrict gradient, size_t count, const RmsFactors& factors) {
   const RmsFactors f = factors;
   float* __restrict velocities = slots;
   float* __restrict means = slots + (has_momentum ? count : 0);
@@ -70,7 +70,8 @@ class RmsProp final : public Optimizer {
   int num_slots() const override { return 1 + centered_ + has_momentum_; }
   bool takes_narrow_slots() const override { return false; }
 
-  Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push, int64_t) const override {
+  Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push,
+                    int64_t) const override {
     return update_(row, slots, gradient, dim, factors_of(push));
   }
 
@@ -102,7 +103,8 @@ class RmsProp final : public Optimizer {
   }
 
   RmsFactors factors_of(const PushFactors& push) const {
-    return {push.lr, push.scale, weight_decay_, static_cast<float>(alpha_), static_cast<float>(1 - alpha_), momentum_, epsilon_};
+    return {push.lr,   push.scale, weight_decay_, static_cast<float>(alpha_), static_cast<float>(1 - alpha_),
+            momentum_, epsilon_};
   }
 
   double alpha_;

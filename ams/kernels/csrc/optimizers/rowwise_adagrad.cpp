@@ -14,8 +14,8 @@ struct RowWiseFactors {
   float initial, epsilon;
 };
 
-GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict total, const float* __restrict gradient,
-                                        size_t count, const RowWiseFactors& factors) {
+GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict total,
+                                        const float* __restrict gradient, size_t count, const RowWiseFactors& factors) {
   const RowWiseFactors f = factors;
   const auto direction = [&](size_t i) { return gradient[i] * f.scale + f.weight_decay * row[i]; };
   const float sum = *total + mean_square(count, direction);
@@ -56,7 +56,8 @@ class RowWiseAdagrad final : public Optimizer {
 
   Magnitudes worst(float gradient, size_t dim, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + weight_decay_ * before.row;
-    return {before.row + push.lr * worst_quotient(dim, 1, epsilon_), {before.slots[0] + worst_mean_square(direction, dim)}};
+    return {before.row + push.lr * worst_quotient(dim, 1, epsilon_),
+            {before.slots[0] + worst_mean_square(direction, dim)}};
   }
 
  private:

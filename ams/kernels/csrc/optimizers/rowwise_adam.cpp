@@ -9,7 +9,8 @@ namespace geartrain {
 namespace {
 
 GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict first, float* __restrict second,
-                                        const float* __restrict gradient, size_t count, const AdamFactors& factors, float kept) {
+                                        const float* __restrict gradient, size_t count, const AdamFactors& factors,
+                                        float kept) {
   const AdamFactors f = factors;
   const auto direction = [&](size_t i) { return gradient[i] * f.scale; };
   const float square = f.beta2 * *second + f.rest2 * mean_square(count, direction);
@@ -33,7 +34,9 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 class RowWiseAdam final : public Adam {
  public:
   explicit RowWiseAdam(const OptimizerScalars& scalars)
-      : Adam(scalars, 0.0f), decay_(scalars.rate("weight_decay")), update_(Versions<&update_body>::pick(active_isa())) {}
+      : Adam(scalars, 0.0f),
+        decay_(scalars.rate("weight_decay")),
+        update_(Versions<&update_body>::pick(active_isa())) {}
 
   int num_row_slots() const override { return 1; }
 
@@ -59,6 +62,8 @@ class RowWiseAdam final : public Adam {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_rowwise_adam(const OptimizerScalars& scalars) { return std::make_shared<RowWiseAdam>(scalars); }
+std::shared_ptr<Optimizer> make_rowwise_adam(const OptimizerScalars& scalars) {
+  return std::make_shared<RowWiseAdam>(scalars);
+}
 
 }  // namespace geartrain

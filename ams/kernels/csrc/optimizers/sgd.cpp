@@ -5,8 +5,8 @@
 namespace geartrain {
 namespace {
 
-GEARTRAIN_INLINE float update_body(float* __restrict row, const float* __restrict gradient, size_t count, PushFactors push,
-                                   float weight_decay) {
+GEARTRAIN_INLINE float update_body(float* __restrict row, const float* __restrict gradient, size_t count,
+                                   PushFactors push, float weight_decay) {
   const auto [lr, scale] = push;
   Largest largest;
   for (size_t i = 0; i < count; ++i) {
@@ -24,7 +24,8 @@ class Sgd final : public Optimizer {
 
   int num_slots() const override { return 0; }
 
-  Magnitudes update(float* row, float*, const float* gradient, size_t dim, const PushFactors& push, int64_t) const override {
+  Magnitudes update(float* row, float*, const float* gradient, size_t dim, const PushFactors& push,
+                    int64_t) const override {
     return {update_(row, gradient, dim, push, weight_decay_), {}};
   }
 

@@ -36,11 +36,14 @@ void require_file(bool condition, const char* what) {
 }  // namespace
 
 void futex_wait(const std::atomic<MailboxState>& word, MailboxState value, int64_t nanoseconds) {
-  const timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+  const timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000),
+                       static_cast<long>(nanoseconds % 1'000'000'000)};
   syscall(SYS_futex, &word, FUTEX_WAIT, static_cast<uint32_t>(value), &limit, nullptr, 0);
 }
 
-void futex_wake(const std::atomic<MailboxState>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void futex_wake(const std::atomic<MailboxState>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
 
 OwnedFd make_shared_file(size_t bytes) {
   OwnedFd file(memfd_create("geartrain", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -58,7 +61,8 @@ SharedMapping map_their_file(int fd, size_t bytes) {
   const int seals = fcntl(fd, F_GET_SEALS);
   require_file(seals >= 0 && (seals & kTheirSeals) == kTheirSeals, "it is not sealed (F_SEAL_SHRINK, F_SEAL_GROW)");
   struct stat status;
-  require_file(fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes, "it has another size than was said");
+  require_file(fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes,
+               "it has another size than was said");
   struct statvfs system;
   require_file(fstatvfs(fd, &system) == 0 && system.f_bsize == static_cast<unsigned long>(sysconf(_SC_PAGESIZE)),
                "it is not of ordinary pages");

@@ -14,8 +14,8 @@
 namespace geartrain {
 
 inline constexpr size_t kPageBytes = 4096;
-inline constexpr size_t kMostMailboxes = 64;  // of one client: as many as a word has bits
-inline constexpr size_t kMostMailboxBytes = size_t{3} << 30;  // room for the largest request and the largest reply
+inline constexpr size_t kMaxMailboxes = 64;  // of one client: as many as a word has bits
+inline constexpr size_t kMaxMailboxBytes = size_t{3} << 30;  // room for the largest request and the largest reply
 
 enum class MailboxState : uint32_t { free = 0, request = 1, busy = 2, reply = 3 };
 

@@ -28,9 +28,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
-constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);  // then checks whether the shard is still there
+// then checks whether the shard is still there
+constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);
 
-Clock::duration duration_of(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
+Clock::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
 
 constexpr double kMomentSeconds = 2e-3;  // time in which an idle shard answers
 
@@ -64,7 +67,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   Ring(OwnedFd socket, SharedMapping requested, SharedMapping sleep, const RingLimits& limits)
       : limits_(limits), socket_(std::move(socket)), requested_(std::move(requested)), sleep_(std::move(sleep)) {}
 
-  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) override;
+  std::unique_ptr<Call> begin(size_t request_bytes, size_t max_reply_bytes, bool may_wait) override;
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   size_t num_mailboxes() const override;
   bool has_refused() const override { return has_refused_; }
@@ -94,7 +97,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   std::atomic<bool> is_lost_ = false, has_refused_ = false;
   Spinning spinning_{limits_.spin_seconds};
   mutable std::mutex mutex_;  // guards what follows
-  std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
+  std::array<std::shared_ptr<Mailbox>, kMaxMailboxes> mailboxes_;
   uint64_t reserved_ = 0;  // a bit for each mailbox being created
   size_t reserved_bytes_ = 0;
   std::timed_mutex adding_;  // held by the thread that waits for the shard's answers
@@ -138,7 +141,8 @@ void RingCall::send(SteadyTime, const std::function<bool()>&) {
 
 bool RingCall::take_reply() {
   if (mailbox_->control()->state.load(std::memory_order_acquire) != MailboxState::reply) return false;
-  reply_bytes_ = std::min<size_t>(mailbox_->control()->reply_bytes.load(std::memory_order_relaxed), mailbox_->reply_bytes);
+  reply_bytes_ =
+      std::min<size_t>(mailbox_->control()->reply_bytes.load(std::memory_order_relaxed), mailbox_->reply_bytes);
   has_reply_ = true;
   return true;
 }
@@ -154,7 +158,8 @@ bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look, bool
     control.is_awaited.store(1, std::memory_order_seq_cst);
     const MailboxState state = control.state.load(std::memory_order_seq_cst);
     if (state != MailboxState::reply && now < deadline)
-      futex_wait(control.state, state, std::chrono::duration_cast<std::chrono::nanoseconds>(std::min(kLongestSleep, deadline - now)).count());
+      futex_wait(control.state, state,
+                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::min(kLongestSleep, deadline - now)).count());
     control.is_awaited.store(0, std::memory_order_relaxed);
     if (take_reply()) return true;
     if (now >= deadline) return false;
@@ -172,7 +177,8 @@ bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look, bool
 size_t Ring::num_mailboxes() const {
   if (is_lost()) return 0;
   const std::lock_guard lock(mutex_);
-  return static_cast<size_t>(std::count_if(mailboxes_.begin(), mailboxes_.end(), [](const auto& one) { return one != nullptr; }));
+  return static_cast<size_t>(
+      std::count_if(mailboxes_.begin(), mailboxes_.end(), [](const auto& one) { return one != nullptr; }));
 }
 
 void Ring::close() {
@@ -195,7 +201,8 @@ void Ring::look_for_peer() {
 
 // Tells the shard that a mailbox holds a request.
 void Ring::request(const Mailbox& mailbox) {
-  reinterpret_cast<RequestedPage*>(requested_.data())->requested.fetch_or(uint64_t{1} << mailbox.index, std::memory_order_seq_cst);
+  reinterpret_cast<RequestedPage*>(requested_.data())
+      ->requested.fetch_or(uint64_t{1} << mailbox.index, std::memory_order_seq_cst);
   if (reinterpret_cast<const SleepPage*>(sleep_.data())->is_asleep.load(std::memory_order_seq_cst) != 0) notify({});
 }
 
@@ -209,10 +216,12 @@ void Ring::notify(const Notice& notice) {
   }
 }
 
-std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) {
+std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t max_reply_bytes, bool may_wait) {
   require_there();
-  std::shared_ptr<Mailbox> mailbox = take_free(request_bytes, most_reply_bytes);
-  if (!mailbox) mailbox = add(request_bytes, most_reply_bytes, may_wait ? limits_.answer_seconds : std::min(limits_.answer_seconds, kMomentSeconds));
+  std::shared_ptr<Mailbox> mailbox = take_free(request_bytes, max_reply_bytes);
+  if (!mailbox)
+    mailbox = add(request_bytes, max_reply_bytes,
+                  may_wait ? limits_.answer_seconds : std::min(limits_.answer_seconds, kMomentSeconds));
   return std::make_unique<RingCall>(shared_from_this(), std::move(mailbox), request_bytes);
 }
 
@@ -229,7 +238,8 @@ std::shared_ptr<Mailbox> Ring::take_free(size_t request_bytes, size_t reply_byte
       continue;
     }
     if (one->request_bytes < request_bytes || one->reply_bytes < reply_bytes) continue;
-    if (!best || one->bytes() < best->bytes() || (one->bytes() == best->bytes() && one->freed_at > best->freed_at)) best = one;
+    if (!best || one->bytes() < best->bytes() || (one->bytes() == best->bytes() && one->freed_at > best->freed_at))
+      best = one;
   }
   if (best) best->is_free = false;
   return best;
@@ -249,7 +259,8 @@ uint32_t Ring::make_room(size_t bytes) {
       taken |= uint64_t{1} << one->index;
       if (one->is_free && (largest == nullptr || one->bytes() > largest->bytes())) largest = one.get();
     }
-    if (used + bytes <= std::max(limits_.most_pool_bytes, bytes) && count < std::min(limits_.most_mailboxes, kMostMailboxes)) {
+    if (used + bytes <= std::max(limits_.max_pool_bytes, bytes) &&
+        count < std::min(limits_.max_mailboxes, kMaxMailboxes)) {
       const auto index = static_cast<uint32_t>(std::countr_one(taken));
       reserved_ |= uint64_t{1} << index;
       reserved_bytes_ += bytes;
@@ -324,7 +335,7 @@ std::optional<Notice> Ring::answered(const Notice& sent, Clock::time_point deadl
 void Ring::give_back(Mailbox& mailbox) {
   mailbox.control()->state.store(MailboxState::free, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
-  if (mailbox.bytes() > limits_.most_pool_bytes) return drop(mailbox.index);
+  if (mailbox.bytes() > limits_.max_pool_bytes) return drop(mailbox.index);
   mailbox.is_free = true;
   mailbox.freed_at = Clock::now();
 }
@@ -353,7 +364,8 @@ void Ring::drop(uint32_t index) noexcept {
 SharedMapping map_sleep_page(const OwnedFd& file) {
   const int seals = fcntl(file.get(), F_GET_SEALS);
   struct stat status;
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(file.get(), &status) != 0 || status.st_size != static_cast<off_t>(kPageBytes))
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(file.get(), &status) != 0 ||
+      status.st_size != static_cast<off_t>(kPageBytes))
     throw std::runtime_error("what listens there is no shard");
   return SharedMapping(file.get(), kPageBytes, false);
 }
@@ -374,12 +386,15 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   const timeval limit{static_cast<time_t>(micros / 1'000'000), static_cast<suseconds_t>(micros % 1'000'000)};
   setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // limits connect(), too
   const auto address_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), address_bytes) != 0) fail("no shard listens on this machine");
-  if (!is_same_user(socket.get())) throw std::runtime_error("another user listens there");  // and does not get the secret
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), address_bytes) != 0)
+    fail("no shard listens on this machine");
+  // and does not get the secret
+  if (!is_same_user(socket.get())) throw std::runtime_error("another user listens there");
   OwnedFd page = make_shared_file(kPageBytes);
   SharedMapping requested(page.get(), kPageBytes, true);
   Hello hello = hello_with(secret);
-  if (!send_packet(socket.get(), hello.data(), hello.size(), page.get())) throw std::runtime_error("the shard is busy with others");
+  if (!send_packet(socket.get(), hello.data(), hello.size(), page.get()))
+    throw std::runtime_error("the shard is busy with others");
   pollfd one{socket.get(), POLLIN, 0};
   if (poll(&one, 1, static_cast<int>(micros / 1000)) != 1) throw std::runtime_error("the shard does not greet");
   const Packet packet = receive_packet(socket.get(), hello.data(), hello.size());

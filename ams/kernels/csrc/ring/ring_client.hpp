@@ -12,8 +12,8 @@ struct RingLimits {
   double spin_seconds = 50e-6;       // how long a caller polls for its reply before it sleeps, where that pays
   double idle_seconds = 60;          // a mailbox that was free for so long is dropped at the next call
   double answer_seconds = 1;         // how long a call waits until the shard has accepted a new mailbox
-  size_t most_pool_bytes = size_t{256} << 20;  // of all mailboxes together; a single one may be larger
-  size_t most_mailboxes = 64;
+  size_t max_pool_bytes = size_t{256} << 20;  // of all mailboxes together; a single one may be larger
+  size_t max_mailboxes = 64;
 };
 
 // Numbers of mailboxes in use or free, for observers.

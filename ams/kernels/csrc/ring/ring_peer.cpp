@@ -11,7 +11,7 @@
 namespace geartrain {
 namespace {
 
-constexpr int kMostPackets = 16;  // of one turn: other clients wait while mailboxes are mapped
+constexpr int kMaxPackets = 16;  // of one turn: other clients wait while mailboxes are mapped
 
 }  // namespace
 
@@ -35,9 +35,9 @@ void RingPeer::Mailbox::answer(size_t bytes) const {
 class RingPeer::MailboxReply : public ReplyPlace {
  public:
   explicit MailboxReply(std::shared_ptr<Mailbox> mailbox) : mailbox_(std::move(mailbox)) {}
-  std::span<char> room(size_t least_bytes, size_t) override {
-    if (least_bytes > mailbox_->reply_bytes)
-      throw Fault("ProtocolError", "the reply takes " + std::to_string(least_bytes) + " bytes; there is room for " +
+  std::span<char> room(size_t min_bytes, size_t) override {
+    if (min_bytes > mailbox_->reply_bytes)
+      throw Fault("ProtocolError", "the reply takes " + std::to_string(min_bytes) + " bytes; there is room for " +
                                        std::to_string(mailbox_->reply_bytes));
     return {mailbox_->reply, mailbox_->reply_bytes};
   }
@@ -48,11 +48,15 @@ class RingPeer::MailboxReply : public ReplyPlace {
   const std::shared_ptr<Mailbox> mailbox_;
 };
 
-RingPeer::RingPeer(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count)
-    : handler_(std::move(handler)), socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
+RingPeer::RingPeer(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page,
+                   std::shared_ptr<MailboxCount> count)
+    : handler_(std::move(handler)),
+      socket_(std::move(socket)),
+      page_(map_their_file(page.get(), kPageBytes)),
+      count_(std::move(count)) {}
 
 bool RingPeer::receive() {
-  for (int i = 0; i < kMostPackets; ++i) {
+  for (int i = 0; i < kMaxPackets; ++i) {
     Notice notice;
     const Packet packet = receive_packet(socket_.get(), &notice, sizeof(notice));
     if (packet.bytes < 0) return true;
@@ -61,7 +65,7 @@ bool RingPeer::receive() {
       case NoticeKind::wake: break;
       case NoticeKind::added: add(notice, packet.fd); break;
       case NoticeKind::closed:
-        if (notice.mailbox >= kMostMailboxes) return false;
+        if (notice.mailbox >= kMaxMailboxes) return false;
         mailboxes_[notice.mailbox].reset();
         break;
       default: return false;
@@ -74,10 +78,12 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   try {
     size_t bytes = kPageBytes;
     for (const size_t part : {notice.request_bytes, notice.reply_bytes}) {
-      if (part == 0 || part % kPageBytes != 0 || part > kMostMailboxBytes) throw std::runtime_error("its parts have no such sizes");
+      if (part == 0 || part % kPageBytes != 0 || part > kMaxMailboxBytes)
+        throw std::runtime_error("its parts have no such sizes");
       bytes += part;
     }
-    if (notice.mailbox >= kMostMailboxes || mailboxes_[notice.mailbox] || bytes > kMostMailboxBytes || count_->now >= count_->most)
+    if (notice.mailbox >= kMaxMailboxes || mailboxes_[notice.mailbox] || bytes > kMaxMailboxBytes ||
+        count_->now >= count_->most)
       throw std::runtime_error("there are too many, or too large");
     mailboxes_[notice.mailbox] = std::make_shared<Mailbox>(map_their_file(fd.get(), bytes), notice, count_);
   } catch (const std::exception&) {
@@ -106,20 +112,23 @@ bool RingPeer::serve(const Waits& waits, const ServingTurn& serving) {
 
 // Returns the call in the next mailbox in turn; null: there is none that is still wanted and can be read.
 std::shared_ptr<ServedCall> RingPeer::next_call() {
-  if (page()->requested.load(std::memory_order_relaxed) != 0) pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
+  if (page()->requested.load(std::memory_order_relaxed) != 0)
+    pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
   if (pending_ == 0) return nullptr;
   const size_t first = static_cast<size_t>(std::countr_zero(std::rotr(pending_, static_cast<int>(next_))));
-  const size_t index = (next_ + first) % kMostMailboxes;
-  next_ = (index + 1) % kMostMailboxes;
+  const size_t index = (next_ + first) % kMaxMailboxes;
+  next_ = (index + 1) % kMaxMailboxes;
   pending_ &= ~(uint64_t{1} << index);
   const std::shared_ptr<Mailbox> mailbox = mailboxes_[index];
   if (!mailbox) return nullptr;  // closed: its caller has gone
   MailboxState expected = MailboxState::request;
-  if (!mailbox->control()->state.compare_exchange_strong(expected, MailboxState::busy, std::memory_order_acq_rel)) return nullptr;
+  if (!mailbox->control()->state.compare_exchange_strong(expected, MailboxState::busy, std::memory_order_acq_rel))
+    return nullptr;
   const size_t bytes = mailbox->control()->request_bytes.load(std::memory_order_relaxed);
   std::shared_ptr<ServedCall> call;
   try {
-    if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) throw std::runtime_error("no frame has that size");
+    if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes)
+      throw std::runtime_error("no frame has that size");
     call = std::make_shared<ServedCall>(handler_, parse_header(mailbox->request, FrameKind::request),
                                         std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
                                           has_gone_ = has_gone_ || !receive();

@@ -65,7 +65,7 @@ class RingPeer {
   OwnedFd socket_;
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;
-  std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
+  std::array<std::shared_ptr<Mailbox>, kMaxMailboxes> mailboxes_;
   bool has_gone_ = false;  // it left while its call waited, or violated the protocol
   bool is_at_work_ = false;
   std::shared_ptr<ServedCall> held_;

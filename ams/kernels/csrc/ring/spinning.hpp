@@ -16,7 +16,8 @@ namespace geartrain {
 class Spinning {
  public:
   explicit Spinning(double seconds)
-      : longest_(std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds))) {}
+      : longest_(
+            std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds))) {}
 
   // Polls `found` for a while at most. Returns its last result.
   template <class Found>
@@ -28,7 +29,7 @@ class Spinning {
     do {
       for (int i = 0; i < 16; ++i) {
         if (found()) {
-          credit_.store(std::min(credit + 1, kMostCredit), std::memory_order_relaxed);
+          credit_.store(std::min(credit + 1, kMaxCredit), std::memory_order_relaxed);
           return true;
         }
         relax();
@@ -39,7 +40,7 @@ class Spinning {
   }
 
  private:
-  static constexpr int kMostCredit = 8;
+  static constexpr int kMaxCredit = 8;
   static constexpr unsigned kTryEach = 16;
 
   static void relax() {
@@ -51,7 +52,7 @@ class Spinning {
   }
 
   const std::chrono::steady_clock::duration longest_;
-  std::atomic<int> credit_ = kMostCredit;
+  std::atomic<int> credit_ = kMaxCredit;
   std::atomic<unsigned> tries_ = 0;
 };
 

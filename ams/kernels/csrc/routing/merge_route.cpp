@@ -17,7 +17,7 @@ bool is_rising(const int64_t* ids, int64_t count) {
   return std::adjacent_find(ids, ids + count, std::greater_equal<>()) == ids + count;
 }
 
-int64_t first_outside(const int64_t* ids, int64_t count, int64_t last) {
+int64_t first_out_of_range(const int64_t* ids, int64_t count, int64_t last) {
   // As unsigned numbers, ids below 0 are the largest. A loop without an early exit takes a few instructions for eight
   // ids.
   uint64_t largest = 0;
@@ -79,8 +79,8 @@ void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t cou
   }
 }
 
-void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
-           int64_t* counts, int64_t* ordered_ids) {
+void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards,
+           int64_t* order, int64_t* counts, int64_t* ordered_ids) {
   std::fill_n(counts, num_shards, 0);
   const std::unique_ptr<uint16_t[]> shards(new uint16_t[static_cast<size_t>(count)]);
   for (int64_t i = 0; i < count; ++i) {
@@ -100,7 +100,9 @@ void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, b
 int64_t first_non_finite(const void* values, DType dtype, int64_t count) {
   constexpr int64_t kBlock = 4096;
   const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(dtype)];
-  const auto at = [&](int64_t i) { return static_cast<const char*>(values) + static_cast<size_t>(i) * item_bytes(dtype); };
+  const auto at = [&](int64_t i) {
+    return static_cast<const char*>(values) + static_cast<size_t>(i) * item_bytes(dtype);
+  };
   for (int64_t i = 0; i < count; i += kBlock) {
     if (max_abs_bits(at(i), static_cast<size_t>(std::min(kBlock, count - i))) < kInfinityBits) continue;
     while (max_abs_bits(at(i), 1) < kInfinityBits) ++i;

@@ -12,7 +12,7 @@ namespace geartrain {
 bool is_rising(const int64_t* ids, int64_t count);
 
 // Index of the first id that is below 0 or above `last`, or -1.
-int64_t first_outside(const int64_t* ids, int64_t count, int64_t last);
+int64_t first_out_of_range(const int64_t* ids, int64_t count, int64_t last);
 
 // Writes the distinct ids in order of first appearance and, for each of `count` ids, the place of its id among them.
 // Returns how many are distinct.
@@ -24,8 +24,8 @@ void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t cou
 
 // Orders 0 .. count-1 by shard, stably, and counts each shard's ids; `ordered_ids` (null: not wanted) are the ids in
 // that order. Every bucket_to_shard value is below num_shards.
-void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
-           int64_t* counts, int64_t* ordered_ids = nullptr);
+void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards,
+           int64_t* order, int64_t* counts, int64_t* ordered_ids = nullptr);
 
 // Index of the first value that is NaN or infinite, or -1.
 int64_t first_non_finite(const void* values, DType dtype, int64_t count);

@@ -65,7 +65,8 @@ void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, 
       });
 }
 
-int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
+int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients,
+                    const GivenStep& step) {
   DefaultFloatMode float_mode;
   const Kernels& k = kernels();
   const size_t width = static_cast<size_t>(given.dim), slot_width = step.optimizer.slot_dim(width);
@@ -85,25 +86,28 @@ int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t co
       },
       [&](int64_t i) {
         const size_t at = number_of(i);
-        char *row_at = given.rows + at * row_bytes, *slot_at = given.slots != nullptr ? given.slots + at * slot_bytes : nullptr;
+        char *row_at = given.rows + at * row_bytes,
+             *slot_at = given.slots != nullptr ? given.slots + at * slot_bytes : nullptr;
         const float* gradient = gradients + i * given.dim;
         k.load[row_type](row.data(), row_at, width);
         if (slot_at != nullptr) k.load[slot_type](slot.data(), slot_at, slot_width);
-        const RowUpdate update = update_row(step.optimizer, step.catch_up, ranges, row.data(), slot.data(), gradient, width,
-                                            step.push, given.steps != nullptr ? given.steps[at] : 0);
+        const RowUpdate update = update_row(step.optimizer, step.catch_up, ranges, row.data(), slot.data(), gradient,
+                                            width, step.push, given.steps != nullptr ? given.steps[at] : 0);
         const auto fits = [&](float largest) { return stays_finite(largest, given.slot_dtype); };
         const float* slots = update.largest.slots.data();
-        const bool is_finite =
-            stays_finite(update.largest.row, given.dtype) && std::all_of(slots, slots + step.optimizer.num_slots(), fits);
+        const bool is_finite = stays_finite(update.largest.row, given.dtype) &&
+                               std::all_of(slots, slots + step.optimizer.num_slots(), fits);
         if (!is_finite) {
           ++refused;
           return;
         }
         const int64_t id = given.ids != nullptr ? given.ids[i] : given.first_id + static_cast<int64_t>(at);
-        const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
+        const Part row_part = update.is_late ? Part::late_row : Part::row,
+                   slot_part = update.is_late ? Part::late_slot : Part::slot;
         store_rounded(given.dtype, row_at, row.data(), width, {given.rounding_key, id, update.number, row_part});
         if (slot_at != nullptr)
-          store_rounded(given.slot_dtype, slot_at, slot.data(), slot_width, {given.rounding_key, id, update.number, slot_part});
+          store_rounded(given.slot_dtype, slot_at, slot.data(), slot_width,
+                        {given.rounding_key, id, update.number, slot_part});
         if (given.steps != nullptr) given.steps[at] = update.number;
       });
   return refused;

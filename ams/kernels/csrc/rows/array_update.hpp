@@ -36,6 +36,7 @@ void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, 
 
 // Applies one push to distinct rows and their slots; numbers null: rows 0 .. count-1. A row that would not be finite
 // afterwards, or whose gradient is not, stays unchanged, with slot and step. Returns the number of such rows.
-int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step);
+int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients,
+                    const GivenStep& step);
 
 }  // namespace geartrain

@@ -33,7 +33,9 @@ struct Candidate {
   int64_t place;  // its position, or for a new row -1 - its index in the request
 
   bool operator<(const Candidate& other) const {
-    const auto key = [](const Candidate& candidate) { return std::tuple(candidate.life.count, candidate.life.step, candidate.life.seconds, candidate.id); };
+    const auto key = [](const Candidate& candidate) {
+      return std::tuple(candidate.life.count, candidate.life.step, candidate.life.seconds, candidate.id);
+    };
     return key(*this) < key(other);
   }
 };

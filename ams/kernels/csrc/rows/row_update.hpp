@@ -15,8 +15,8 @@ struct RowUpdate {
 
 // Updates a float32 row and its slots, whose number is `number`. `catch_up`: where untouched rows move; it reaches back
 // to the row.
-inline RowUpdate update_row(const Optimizer& optimizer, const CatchUp* catch_up, Ranges ranges, float* row, float* slots,
-                            const float* gradient, size_t dim, const PushFactors& push, int64_t number) {
+inline RowUpdate update_row(const Optimizer& optimizer, const CatchUp* catch_up, Ranges ranges, float* row,
+                            float* slots, const float* gradient, size_t dim, const PushFactors& push, int64_t number) {
   if (catch_up == nullptr)
     return {optimizer.update(row, slots, gradient, dim, push, number + 1), number + 1, false};
   const Kernels& k = kernels();

@@ -18,7 +18,8 @@ void require_steps(const StepState& state) {
   const auto require = [](bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
   };
-  require(state.now >= 0 && static_cast<int64_t>(state.lrs.size()) <= state.now, "there must be at most one learning rate per step");
+  require(state.now >= 0 && static_cast<int64_t>(state.lrs.size()) <= state.now,
+          "there must be at most one learning rate per step");
   for (float lr : state.lrs) require(std::isfinite(lr) && lr >= 0, "learning rates must be finite and >= 0");
   require(std::isfinite(state.origin_ww) && std::isfinite(state.origin_vw), "factors must be finite");
 }

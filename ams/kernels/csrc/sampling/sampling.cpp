@@ -40,7 +40,8 @@ GEARTRAIN_INLINE uint32_t mix(uint32_t x) {
 // One pass of the network over values in place; halves have at most 31 bits.
 GEARTRAIN_INLINE void permute_body(uint64_t* values, int64_t count, const Network& network) {
   uint32_t left[kBlock], right[kBlock];
-  const uint32_t left_mask = (uint32_t{1} << network.left_bits) - 1, right_mask = (uint32_t{1} << network.right_bits) - 1;
+  const uint32_t left_mask = (uint32_t{1} << network.left_bits) - 1,
+                 right_mask = (uint32_t{1} << network.right_bits) - 1;
   for (int64_t i = 0; i < count; ++i) {
     left[i] = static_cast<uint32_t>(values[i] >> network.right_bits);
     right[i] = static_cast<uint32_t>(values[i]) & right_mask;

@@ -14,18 +14,21 @@ namespace geartrain {
 // One for each connection; used by the thread that performs its requests.
 class GrantedHandler final : public Handler {
  public:
-  GrantedHandler(std::shared_ptr<Handler> handler, std::shared_ptr<Grant> grant) : handler_(std::move(handler)), grant_(std::move(grant)) {}
+  GrantedHandler(std::shared_ptr<Handler> handler, std::shared_ptr<Grant> grant)
+      : handler_(std::move(handler)), grant_(std::move(grant)) {}
 
-  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request,
+               const Asker& asker) override {
     require(table, kMayRead);
     return handler_->pull(context, table, request, asker);
   }
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-            Completion completion, RowsAfter* after) override {
+            Completion completion, PostPushRows* after) override {
     require(table, kMayWrite);
     require_own(table, context.stream);
     if (request.group) require_own(table, request.group->job);
-    if (after != nullptr && !may(table, kMayRead)) after = nullptr;  // the pull that it would save is refused on its own
+    // the pull that it would save is refused on its own
+    if (after != nullptr && !may(table, kMayRead)) after = nullptr;
     handler_->push(context, table, request, asker, std::move(completion), after);
   }
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
@@ -39,19 +42,20 @@ class GrantedHandler final : public Handler {
   CallCounters* counters() override { return handler_->counters(); }
 
  private:
-  static constexpr size_t kMostKnown = 4096;
+  static constexpr size_t kMaxKnown = 4096;
 
   bool may(const std::string& table, uint32_t right) {
     auto known = known_.find(table);
     if (known == known_.end()) {
-      if (known_.size() >= kMostKnown) known_.clear();  // clients may send any number of names
+      if (known_.size() >= kMaxKnown) known_.clear();  // clients may send any number of names
       known = known_.emplace(table, grant_->rights(table)).first;
     }
     return (known->second & right) != 0;
   }
   void require(const std::string& table, uint32_t right) {
     // The caller retries over a connection with its current token and certificate; this one is closed soon.
-    if (grant_->is_over()) throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
+    if (grant_->is_over())
+      throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
     if (!may(table, right)) refuse(table, right);
   }
   void require_own(const std::string& table, const std::string& name) {
@@ -64,7 +68,8 @@ class GrantedHandler final : public Handler {
 
   // Reveals nothing about existing tables.
   static constexpr const char* kRefusal =
-      "the shard does not do this for the token of this process, which gives no such right; its log says more. Have one made that does "
+      "the shard does not do this for the token of this process, which gives no such right; its log says more. Have "
+      "one made that does "
       "('geartrain certs token'), and name its file in security.token";
 
   const std::shared_ptr<Handler> handler_;

@@ -20,7 +20,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostGuests = 64;                 // of each kind at a time: strangers may connect and send nothing
+constexpr size_t kMaxGuests = 64;                 // of each kind at a time: strangers may connect and send nothing
 constexpr std::chrono::milliseconds kRest{250};    // after a failed accept, until the next attempt
 constexpr std::chrono::minutes kWarnInterval{1};
 
@@ -30,7 +30,8 @@ std::string words_of(int error) {
   std::string words = "no new connection for rows can be taken now: " + std::generic_category().message(error);
   rlimit limit{};
   if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
-    words += "; this process may have " + std::to_string(limit.rlim_cur) + " files and connections open: raise that (ulimit -n)";
+    words += "; this process may have " + std::to_string(limit.rlim_cur) +
+             " files and connections open: raise that (ulimit -n)";
   if (error == ENFILE) words += ", of the whole machine: raise fs.file-max";
   return words + ". Those who are connected are served";
 }
@@ -141,7 +142,7 @@ void Greeter::run() {
 
 // Accepts as many guests as may be there at once; the others in the next turn.
 void Greeter::accept_guests(const OwnedFd& listener) {
-  for (size_t i = 0; i < kMostGuests; ++i) {
+  for (size_t i = 0; i < kMaxGuests; ++i) {
     OwnedFd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) rest(errno);
@@ -165,7 +166,7 @@ void Greeter::make_room(bool is_near) {
     ++others;
     if (oldest == guests_.end() || one->second.until < oldest->second.until) oldest = one;
   }
-  if (others >= kMostGuests) guests_.erase(oldest);
+  if (others >= kMaxGuests) guests_.erase(oldest);
 }
 
 // Pending connections would wake this thread without end, so it stops accepting for a while.
@@ -191,7 +192,8 @@ void Greeter::refuse(int fd, const char* why) noexcept try {
   const auto now = Clock::now();
   if (told_of_refusal_at_ != Clock::time_point::min() && now - told_of_refusal_at_ < kWarnInterval) return;
   told_of_refusal_at_ = now;
-  warn_("connections for rows refused: " + std::to_string(std::exchange(num_refused_, 0)) + ", the last from " + stream.address() + ": " + why);
+  warn_("connections for rows refused: " + std::to_string(std::exchange(num_refused_, 0)) + ", the last from " +
+        stream.address() + ": " + why);
 } catch (const std::exception&) {  // no memory for the message
 }
 
@@ -206,7 +208,8 @@ void Greeter::greet(int fd) {
     page = std::move(packet.fd);
   } else {
     if (guest.socket)
-      guest.stream = ByteStream(std::move(guest.socket), uses_tls_ ? Tls::server(fd, [this](auto name) { return offered(name); }) : nullptr);
+      guest.stream = ByteStream(std::move(guest.socket),
+                                uses_tls_ ? Tls::server(fd, [this](auto name) { return offered(name); }) : nullptr);
     if (!guest.stream.shake_hands()) return;
     for (size_t received = 1; received != 0 && guest.got < guest.hello.size(); guest.got += received)
       received = guest.stream.read(guest.hello.data() + guest.got, guest.hello.size() - guest.got);
@@ -236,7 +239,8 @@ std::shared_ptr<Handler> Greeter::take_offer(const char* hello) {
 std::string Greeter::offered(std::string_view name) {
   const std::lock_guard lock(mutex_);
   const auto offer = offers_.lower_bound(std::string(name));
-  return offer != offers_.end() && offer->first.starts_with(name) && offer->second.until > Clock::now() ? offer->first : std::string();
+  return offer != offers_.end() && offer->first.starts_with(name) && offer->second.until > Clock::now() ? offer->first
+                                                                                                        : std::string();
 }
 
 int Greeter::millis_to_wait() const {

@@ -25,7 +25,8 @@ class Greeter {
  public:
   // Called by the greeter's thread with a client that showed a valid secret: the handler of its offer, and a local
   // socket with the page that came with the secret, or a stream. An exception ends the connection.
-  using Welcome = std::function<void(std::shared_ptr<Handler> handler, OwnedFd socket, OwnedFd page, ByteStream stream)>;
+  using Welcome =
+      std::function<void(std::shared_ptr<Handler> handler, OwnedFd socket, OwnedFd page, ByteStream stream)>;
   // Called by that thread with warnings for an operator.
   using Warn = std::function<void(const std::string&)>;
 

@@ -58,12 +58,13 @@ std::chrono::steady_clock::duration duration_of(double seconds) {
 
 }  // namespace
 
-DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host, uint16_t port, Greeter::Warn warn)
+DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host, uint16_t port,
+                       Greeter::Warn warn)
     : handler_(std::move(handler)), limits_(limits), name_("geartrain-" + hexadecimal(random_bytes(16))) {
-  mailboxes_->most = limits.most_mailboxes;
+  mailboxes_->most = limits.max_mailboxes;
   memory_->most = limits.most_bytes;
-  memory_->most_frame = limits.most_frame_bytes;
-  memory_->most_received = limits.most_received_bytes;
+  memory_->max_frame = limits.max_frame_bytes;
+  memory_->max_received = limits.max_received_bytes;
   OwnedFd near(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), far;
   if (!near) fail("socket");
   sockaddr_un address{};
@@ -98,7 +99,7 @@ DataPlaneOffer DataServer::offer(std::shared_ptr<Grant> grant) {
     handler = std::make_shared<GrantedHandler>(handler_, std::move(grant));
     has_grants_ = true;
   }
-  return {name_, greeter_->offer(std::move(handler), *num_connections_, limits_.most_connections), port_};
+  return {name_, greeter_->offer(std::move(handler), *num_connections_, limits_.max_connections), port_};
 }
 
 void DataServer::close() {
@@ -146,7 +147,8 @@ void DataServer::run() {
 }
 
 bool DataServer::has_requests() const {
-  return have_streams_held_ || std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->has_requests(); });
+  return have_streams_held_ ||
+         std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->has_requests(); });
 }
 
 // Serves one request of each client, so that none is served before another for ever. Returns whether there was any.
@@ -221,8 +223,9 @@ void DataServer::serve_pulls(bool has_turn) noexcept {
   try {
     for (auto one = rings_.begin(); one != rings_.end();) {
       RingPeer& peer = *one->second;
-      const bool is_good = !peer.may_be_brief() ||
-                           peer.serve([this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
+      const bool is_good =
+          !peer.may_be_brief() ||
+          peer.serve([this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
       one = is_good ? std::next(one) : rings_.erase(one);
     }
     if (Clock::now() - looked_at_ >= kLookInterval) {
@@ -237,7 +240,8 @@ void DataServer::serve_pulls(bool has_turn) noexcept {
 void DataServer::look_at_sockets(int timeout_millis) {
   std::array<epoll_event, 64> events;
   const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_millis);
-  for (int i = 0; i < count; ++i) look_at(events[static_cast<size_t>(i)].data.fd, events[static_cast<size_t>(i)].events);
+  for (int i = 0; i < count; ++i)
+    look_at(events[static_cast<size_t>(i)].data.fd, events[static_cast<size_t>(i)].events);
   expire();
   looked_at_ = Clock::now();
 }
@@ -324,7 +328,9 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   have_streams_held_ |= peer.is_ready();
   if (peer.waits_for_memory() && !has_waited) waiting_streams_.push_back(fd);
   epoll_event event{};
-  event.events = (peer.is_full() || peer.holds_request() || peer.waits_for_memory() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+  event.events =
+      (peer.is_full() || peer.holds_request() || peer.waits_for_memory() ? 0u : static_cast<uint32_t>(EPOLLIN)) |
+      (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   event.data.fd = fd;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -351,7 +357,8 @@ void DataServer::expire() {
     TcpPeer& peer = *one.second;
     if (peer.is_at_work()) return false;
     if (!is_wanted || was_away) peer.forgive();
-    return peer.is_over() || peer.is_silent_since(now - silence) || (is_wanted && peer.is_slow(of_requests, now, patience));
+    return peer.is_over() || peer.is_silent_since(now - silence) ||
+           (is_wanted && peer.is_slow(of_requests, now, patience));
   });
   std::erase_if(rings_, [](const auto& one) {
     RingPeer& peer = *one.second;

@@ -24,12 +24,13 @@
 namespace geartrain {
 
 struct ServerLimits {
-  size_t most_mailboxes = 1024, most_connections = 1024;
+  size_t max_mailboxes = 1024, max_connections = 1024;
   double greeting_seconds = 5;  // for a client to connect and show the secret
   double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor receives its replies
-  double spin_seconds = 50e-6;  // how long the thread polls for a request of this machine before it sleeps, where that pays
-  size_t most_frame_bytes = kMostCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all in flight
-  size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests in flight; a single one may be larger
+  // how long the thread polls for a request of this machine before it sleeps, where that pays
+  double spin_seconds = 50e-6;
+  size_t max_frame_bytes = kMaxCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all in flight
+  size_t max_received_bytes = size_t{128} << 20;  // by TCP: of large requests in flight; a single one may be larger
   bool uses_tls = false;                           // by TCP: all connections must be encrypted
 };
 

@@ -17,13 +17,13 @@
 
 namespace geartrain {
 
-constexpr int64_t kMostCenters = 32;  // a tile holds all rows of a class
+constexpr int64_t kMaxCenters = 32;  // a tile holds all rows of a class
 
 // Both operands of the products, in panels: of the samples for the logits, of the width for the row gradients.
 struct PackedBatch {
   int64_t batch;
   int64_t dim;
-  int64_t centers;  // K, at most kMostCenters
+  int64_t centers;  // K, at most kMaxCenters
   const float* features;  // x̂ [B, D] times each sample's weight in the gradients of rows
   const float* query;  // x̂ times the factor of base-2 logits, as written by `pack`, aligned to 64 bytes
   const float* key;    // `features`, packed in the same way
@@ -75,8 +75,8 @@ struct GradientSums {
 
 struct ClassPass {
   int64_t (*packed_size)(int64_t depth, int64_t width);  // floats
-  void (*pack)(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
-               float* out);
+  void (*pack)(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride,
+               float scale, float* out);
   int64_t (*scratch_size)(int64_t dim);  // floats
   void (*forward)(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch);
   GradientSums (*gradient)(const PackedBatch& batch, const GradientChunk& chunk, float* scratch);

@@ -70,7 +70,8 @@ void blocks_of_pairs(const float* in, ptrdiff_t stride, int64_t count, int64_t w
   const int64_t deep = blocks_of_32(count);
   for (int64_t p = 0; p < deep * 16; ++p)
     for (int64_t j = 0; j < blocks_of_32(width) * 32; j += 16)
-      _mm512_store_si512(out + (j / 16 * deep + p / 16) * kBlock + p % 16 * 32, pairs_of_rows(in, stride, count, width, p, j));
+      _mm512_store_si512(out + (j / 16 * deep + p / 16) * kBlock + p % 16 * 32,
+                         pairs_of_rows(in, stride, count, width, p, j));
 }
 
 // Transposes 16 x 16 numbers of 32 bits.
@@ -90,7 +91,8 @@ void transpose(__m512i* rows) {
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512i even_low = _mm512_shuffle_i32x4(four[i], four[4 + i], 0x88), odd_low = _mm512_shuffle_i32x4(four[i], four[4 + i], 0xDD);
+    const __m512i even_low = _mm512_shuffle_i32x4(four[i], four[4 + i], 0x88),
+                  odd_low = _mm512_shuffle_i32x4(four[i], four[4 + i], 0xDD);
     const __m512i even_high = _mm512_shuffle_i32x4(four[8 + i], four[12 + i], 0x88);
     const __m512i odd_high = _mm512_shuffle_i32x4(four[8 + i], four[12 + i], 0xDD);
     rows[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
@@ -116,8 +118,8 @@ void blocks_of_columns(const float* in, ptrdiff_t stride, int64_t count, int64_t
 }
 
 // c[32, 32] (= or +=) two by two blocks, over `deep` blocks of 32 summands.
-void product_block(const Narrow* a, ptrdiff_t a_next, const Narrow* b, ptrdiff_t b_next, int64_t deep, float* c, ptrdiff_t c_row,
-                   bool add) {
+void product_block(const Narrow* a, ptrdiff_t a_next, const Narrow* b, ptrdiff_t b_next, int64_t deep, float* c,
+                   ptrdiff_t c_row, bool add) {
   const ptrdiff_t stride = c_row * static_cast<ptrdiff_t>(sizeof(float));
   float* const lower = c + 16 * c_row;
   asm volatile("" : : : "memory");  // GCC does not know that the unit reads memory

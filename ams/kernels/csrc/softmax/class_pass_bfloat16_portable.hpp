@@ -17,7 +17,8 @@ void blocks_of_a(const float* in, ptrdiff_t row, ptrdiff_t next, int64_t rows, i
   const int64_t deep = blocks_of_32(depth);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < deep * 32; ++k)
-      out[(r / 16 * deep + k / 32) * kBlock + r % 16 * 32 + k % 32] = k < depth ? narrowed(in[r * row + k * next]) : Narrow{0};
+      out[(r / 16 * deep + k / 32) * kBlock + r % 16 * 32 + k % 32] =
+          k < depth ? narrowed(in[r * row + k * next]) : Narrow{0};
 }
 
 void blocks_of_rows(const float* in, ptrdiff_t stride, int64_t count, int64_t width, Narrow* out) {
@@ -49,8 +50,8 @@ uint32_t pair_at(const Narrow* at) {
   return pair;
 }
 
-void product_block(const Narrow* a, ptrdiff_t a_next, const Narrow* b, ptrdiff_t b_next, int64_t deep, float* c, ptrdiff_t c_row,
-                   bool add) {
+void product_block(const Narrow* a, ptrdiff_t a_next, const Narrow* b, ptrdiff_t b_next, int64_t deep, float* c,
+                   ptrdiff_t c_row, bool add) {
   constexpr uint32_t kUpper = 0xFFFF0000u;
   for (int64_t i = 0; i < 32; ++i)
     for (int64_t half = 0; half < 2; ++half) {

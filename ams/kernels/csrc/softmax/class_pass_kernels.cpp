@@ -28,7 +28,7 @@ typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(float))));
 
 constexpr int64_t kSamples = 256;    // samples processed at a time
 constexpr int64_t kTileFloats = 192 * 128;  // approximate size of a tile's unit rows
-constexpr int64_t kMostRows = 192;  // of a tile
+constexpr int64_t kMaxRows = 192;  // of a tile
 constexpr int64_t kSkew = 16;        // floats between rows of a tile, so that they do not share cache sets
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -44,8 +44,8 @@ void store(float* at, Vector value) { *reinterpret_cast<Unaligned*>(at) = value;
 #else
 #include "softmax/class_pass_products_float32.hpp"
 #endif
-static_assert(kFewestRows % kRowStep == 0 && kMostRows % kRowStep == 0, "products write whole steps of rows");
-static_assert(kFewestRows >= kMostCenters, "a tile holds whole classes");
+static_assert(kFewestRows % kRowStep == 0 && kMaxRows % kRowStep == 0, "products write whole steps of rows");
+static_assert(kFewestRows >= kMaxCenters, "a tile holds whole classes");
 
 // 2^x within 2e-7, 0 below about 2^-126, infinity from about 2^127.5 on; NaN stays. Minimax polynomial on [-1/2, 1/2].
 Vector exp2(Vector x) {
@@ -75,7 +75,7 @@ int64_t stride_of(int64_t dim) { return padded(dim) + kSkew; }
 constexpr int64_t kLogitStride = kSamples + kSkew;
 
 int64_t tile_rows_for(int64_t dim) {
-  return least(kMostRows, most(kFewestRows, kTileFloats / stride_of(dim) / kRowStep * kRowStep + kRowStep));
+  return least(kMaxRows, most(kFewestRows, kTileFloats / stride_of(dim) / kRowStep * kRowStep + kRowStep));
 }
 
 // Arrays of a tile, in a core's cache.
@@ -221,7 +221,8 @@ void note_highest(const Tile& tile, int64_t count, int64_t samples, float* highe
 }
 
 // Raises shift to the tile's largest logits and shrinks the sums to match.
-void raise_shift(const ForwardChunk& chunk, const Tile& tile, int64_t count, int64_t sample, int64_t samples, int64_t dim) {
+void raise_shift(const ForwardChunk& chunk, const Tile& tile, int64_t count, int64_t sample, int64_t samples,
+                 int64_t dim) {
   for (int64_t at = 0; at < samples; at += kLanes) {
     const Vector highest = largest_logits(tile, count, at);
     for (int64_t i = 0; i < least(kLanes, samples - at); ++i) {
@@ -248,7 +249,8 @@ struct NextRows {
 // tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. Meanwhile prefetches the next tile's
 // rows.
 template <class Change>
-void fill_logits(Tile& tile, int64_t count, const float* values, ptrdiff_t stride, int64_t samples, NextRows next, Change change) {
+void fill_logits(Tile& tile, int64_t count, const float* values, ptrdiff_t stride, int64_t samples, NextRows next,
+                 Change change) {
   for (int64_t r = 0; r < count; ++r) {
     if (r < next.count)
       for (int64_t d = 0; d < next.dim; d += 16) __builtin_prefetch(next.rows + r * next.dim + d, 0, 2);
@@ -277,8 +279,8 @@ void exponentiate(Tile& tile, int64_t count, const float* logits, ptrdiff_t stri
 }
 
 // tile.logits[r, b] = exponentials[r, b] * 2^-log_sum[b], by its root twice: the factor itself may underflow.
-void weigh(Tile& tile, int64_t count, const float* exponentials, ptrdiff_t stride, const float* log_sum, int64_t samples,
-           NextRows next) {
+void weigh(Tile& tile, int64_t count, const float* exponentials, ptrdiff_t stride, const float* log_sum,
+           int64_t samples, NextRows next) {
   alignas(64) float roots[kSamples] = {};
   copy(log_sum, samples, roots);
   for (int64_t at = 0; at < samples; at += kLanes) store(roots + at, exp2(load(roots + at) * -0.5f));
@@ -323,8 +325,9 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
                    samples, next);
       if (keeps && !shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       if (keeps && centers > 1)
-        for_targets(chunk.targets, centers, first, count, sample, samples,
-                    [&](int64_t row, int64_t b) { chunk.kept[(first + row + own[b - sample]) * batch.batch + b] = 1.0f; });
+        for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
+          chunk.kept[(first + row + own[b - sample]) * batch.batch + b] = 1.0f;
+        });
       if (chunk.weighted != nullptr)
         tile.products.add_weighted(tile.logits, kLogitStride, tile.unit, tile.stride, count, samples, dim,
                                    chunk.weighted + sample * dim);
@@ -333,8 +336,8 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
 }
 
 // out = factor * inverse * (g - (g·ŵ) ŵ), or factor * g where rows are not normalised.
-void fold_row(const float* gradient, const float* unit, float inverse, const GradientChunk& chunk, int64_t dim, float* out,
-              GradientSums& sums) {
+void fold_row(const float* gradient, const float* unit, float inverse, const GradientChunk& chunk, int64_t dim,
+              float* out, GradientSums& sums) {
   const int64_t whole = dim / kLanes * kLanes;
   Vector products = {};
   for (int64_t d = 0; d < whole; d += kLanes) products += load(gradient + d) * load(unit + d);
@@ -387,14 +390,17 @@ GradientSums gradient(const PackedBatch& batch, const GradientChunk& chunk, floa
       else
         exponentiate(tile, count, logits, stride, chunk.log_sum + sample, nullptr, samples, next);
       for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
-        tile.logits[(row + own[b - sample]) * kLogitStride + b - sample] = Products::kRounds ? 0.0f : chunk.target_weight[b];
+        tile.logits[(row + own[b - sample]) * kLogitStride + b - sample] =
+            Products::kRounds ? 0.0f : chunk.target_weight[b];
       });
-      tile.products.gradients(batch, tile.logits, kLogitStride, count, sample, samples, tile.gradient, tile.stride, sample > 0);
+      tile.products.gradients(batch, tile.logits, kLogitStride, count, sample, samples, tile.gradient, tile.stride,
+                              sample > 0);
       // The targets' part is the largest by far, and mostly along the row: it is not rounded.
       if (Products::kRounds)
         for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
           for (int64_t d = 0; d < dim; ++d)
-            tile.gradient[(row + own[b - sample]) * tile.stride + d] += chunk.target_weight[b] * batch.features[b * dim + d];
+            tile.gradient[(row + own[b - sample]) * tile.stride + d] +=
+                chunk.target_weight[b] * batch.features[b * dim + d];
         });
     }
     if (chunk.common != nullptr) add_common(tile, count, dim, from(chunk.offsets, first), chunk.common);

@@ -72,16 +72,16 @@ struct Products {
   }
 
   // logits[r, b] = unit row r times query b
-  void logits(const PackedBatch& batch, const float*, ptrdiff_t, int64_t count, int64_t sample, int64_t samples, float* out,
-              ptrdiff_t out_stride) {
+  void logits(const PackedBatch& batch, const float*, ptrdiff_t, int64_t count, int64_t sample, int64_t samples,
+              float* out, ptrdiff_t out_stride) {
     const int64_t deep = blocks_of_32(dim_);
     const Narrow* query = reinterpret_cast<const Narrow*>(batch.query) + sample / 16 * deep * kBlock;
     product(count, samples, deep, units_, query, deep * kBlock, out, out_stride, false, true);
   }
 
   // out[b, d] += sum over r of values[r, b] * unit[r, d]
-  void add_weighted(const float* values, ptrdiff_t values_stride, const float*, ptrdiff_t, int64_t count, int64_t samples,
-                    int64_t dim, float* out) {
+  void add_weighted(const float* values, ptrdiff_t values_stride, const float*, ptrdiff_t, int64_t count,
+                    int64_t samples, int64_t dim, float* out) {
     const int64_t deep = blocks_of_32(count);
     blocks_of_columns(values, values_stride, count, samples, values_);
     product(samples, dim, deep, values_, unit_pairs_, deep * kBlock, out, dim, true, false);
@@ -92,7 +92,8 @@ struct Products {
                  int64_t samples, float* out, ptrdiff_t out_stride, bool add) {
     const Narrow* key = reinterpret_cast<const Narrow*>(batch.key) + sample / 32 * kBlock;
     blocks_of_rows(values, values_stride, count, samples, values_);
-    product(count, dim_, blocks_of_32(samples), values_, key, blocks_of_32(batch.batch) * kBlock, out, out_stride, add, true);
+    product(count, dim_, blocks_of_32(samples), values_, key, blocks_of_32(batch.batch) * kBlock, out, out_stride, add,
+            true);
   }
 
  private:

@@ -95,10 +95,10 @@ struct Products {
   void take_units(const float*, ptrdiff_t, int64_t, bool, bool) {}
 
   // logits[r, b] = unit row r times query b
-  void logits(const PackedBatch& batch, const float* unit, ptrdiff_t stride, int64_t count, int64_t sample, int64_t samples,
-              float* out, ptrdiff_t out_stride) {
-    product(count, padded(samples), batch.dim, {unit, stride, 1}, {batch.query + sample * batch.dim, kPanel * batch.dim, kPanel},
-            out, out_stride, false);
+  void logits(const PackedBatch& batch, const float* unit, ptrdiff_t stride, int64_t count, int64_t sample,
+              int64_t samples, float* out, ptrdiff_t out_stride) {
+    product(count, padded(samples), batch.dim, {unit, stride, 1},
+            {batch.query + sample * batch.dim, kPanel * batch.dim, kPanel}, out, out_stride, false);
   }
 
   // out[b, d] += sum over r of values[r, b] * unit[r, d]

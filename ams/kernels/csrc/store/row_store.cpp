@@ -21,7 +21,8 @@ BucketRanks ranks_of(const std::vector<int64_t>& owned) {
 }
 
 int64_t item_bytes_of(const RowStoreSpec& spec) {
-  return spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)) + spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)) +
+  return spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)) +
+         spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)) +
          (spec.counts_steps() || spec.counts_updates() ? static_cast<int64_t>(sizeof(int64_t)) : 0) +
          (spec.keeps_lives ? static_cast<int64_t>(sizeof(RowLife)) : 0);
 }
@@ -55,15 +56,18 @@ RowStore::RowStore(const RowStoreSpec& spec)
       rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
       items_(items_of(directory_)),
-      rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), items_ != nullptr ? items_->most_items() : INT64_MAX),
+      rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)),
+            items_ != nullptr ? items_->most_items() : INT64_MAX),
       bounds_{rounded_to_nearest(static_cast<float>(spec.initial.bound()), spec.dtype), {}} {
   const int64_t most_items = items_ != nullptr ? items_->most_items() : INT64_MAX;
-  if (spec.slot_dim() > 0) slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_items);
-  if (spec.counts_steps() || spec.counts_updates()) row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_items);
+  if (spec.slot_dim() > 0)
+    slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_items);
+  if (spec.counts_steps() || spec.counts_updates())
+    row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_items);
   if (spec.counts_steps()) steps_.emplace(*spec.optimizer->drift());
   admission_ = admission_for(spec_, rounding_key_);
   if (spec.keeps_lives) lives_.emplace(static_cast<int64_t>(sizeof(RowLife)), most_items);
-  if (spec.max_bytes >= 0) most_rows_ = most_rows_within(spec.max_bytes);
+  if (spec.max_bytes >= 0) max_rows_ = max_rows_within(spec.max_bytes);
 }
 
 int64_t RowStore::alter(const RowStoreSpec& to) {
@@ -76,7 +80,8 @@ int64_t RowStore::alter(const RowStoreSpec& to) {
   altered.keeps_lives = to.keeps_lives;
   altered.max_bytes = to.max_bytes;
   std::unique_ptr<Admission> admission = admission_for(altered, rounding_key_);
-  const bool counts_anew = altered.admission != spec_.admission, has_other_lives = altered.keeps_lives != spec_.keeps_lives;
+  const bool counts_anew = altered.admission != spec_.admission,
+             has_other_lives = altered.keeps_lives != spec_.keeps_lives;
   if (frozen_ && (counts_anew || has_other_lives)) return -1;
   std::optional<SlabArray> lives;
   if (altered.keeps_lives && has_other_lives) lives.emplace(new_lives());
@@ -91,10 +96,10 @@ int64_t RowStore::alter(const RowStoreSpec& to) {
     has_undated_ = lives_.has_value();
     date_rows({});
   }
-  most_rows_ = spec_.max_bytes >= 0 ? most_rows_within(spec_.max_bytes) : INT64_MAX;
+  max_rows_ = spec_.max_bytes >= 0 ? max_rows_within(spec_.max_bytes) : INT64_MAX;
   const int64_t before = num_evicted_;
   try {
-    if (num_rows_there() > most_rows_) evict(num_rows_there() - most_rows_, {});
+    if (num_rows_there() > max_rows_) evict(num_rows_there() - max_rows_, {});
   } catch (const std::bad_alloc&) {
     // The next write with new rows evicts them, or is refused.
   }
@@ -117,11 +122,13 @@ RowStore::MemoryParts RowStore::memory_parts() const {
   const int64_t items = hashed != nullptr ? hashed->end() : items_->num_items();
   // Rows that a freeze copied aside, and the memory they leave to the next freeze, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
-  const auto of_a_row = static_cast<int64_t>(row_bytes()), beside_it = static_cast<int64_t>(slot_bytes() + step_bytes() + life_bytes());
+  const auto of_a_row = static_cast<int64_t>(row_bytes()),
+             beside_it = static_cast<int64_t>(slot_bytes() + step_bytes() + life_bytes());
   return {.rows = items * of_a_row,
           .slots = items * beside_it,
           .index = std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_),
-          .snapshots = aside * (of_a_row + beside_it) + (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes()};
+          .snapshots = aside * (of_a_row + beside_it) +
+                       (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes()};
 }
 
 void RowStore::require_legal(const int64_t* ids, int64_t count) const {
@@ -190,7 +197,7 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
           if (directory.find(ids[i]) < 0) missing.push_back(ids[i]);
       },
       directory_);
-  if (!missing.empty() && num_rows_there() + static_cast<int64_t>(missing.size()) > most_rows_) {
+  if (!missing.empty() && num_rows_there() + static_cast<int64_t>(missing.size()) > max_rows_) {
     Resolved found{std::vector<int64_t>(static_cast<size_t>(count)), std::move(missing), 0};
     find_all<Find::position>(directory_, ids, count, found.positions.data(), [](int64_t, int64_t) {});
     make_way(found);

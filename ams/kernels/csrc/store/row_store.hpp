@@ -50,7 +50,9 @@ struct RowStoreSpec {
   // Whether rows move at steps that do not touch them.
   bool counts_steps() const { return optimizer->drift().has_value(); }
   // Whether an update is rounded to fewer bits than it was computed in.
-  bool rounds() const { return dtype != DType::float32 || (optimizer->num_slots() > 0 && slot_dtype != DType::float32); }
+  bool rounds() const {
+    return dtype != DType::float32 || (optimizer->num_slots() > 0 && slot_dtype != DType::float32);
+  }
   bool counts_updates() const { return optimizer->counts_updates() || (rounds() && !counts_steps()); }
 };
 
@@ -96,10 +98,11 @@ class RowStore {
   // their gradients are dropped, and counted. `ends_step`: where untouched rows move, the rows without a push in this
   // step move. `after`: destination of the updated rows [N, D] in the table's dtype, or null; null where the table
   // counts steps, whose end may move them.
-  int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step,
-               Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
+  int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
+               bool ends_step, Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
   // Refuses as a push of these would; changes nothing.
-  void check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const;
+  void check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype,
+                  const PushStep& step) const;
   // Returns whether no push of gradients of at most `largest` in magnitude can be refused for its values.
   bool cannot_overflow(float largest, const PushStep& step) const;
   // Reserves the memory of missing rows.
@@ -158,7 +161,7 @@ class RowStore {
   // `position` on, to -1 once there are no more.
   int64_t read_lives(int64_t& position, int64_t most, int64_t* ids, RowLife* lives) const;
   // Most rows under max_bytes, INT64_MAX without; and the number of evicted rows.
-  int64_t most_rows() const { return most_rows_; }
+  int64_t max_rows() const { return max_rows_; }
   int64_t num_evicted() const;
 
   int64_t num_present() const;
@@ -183,13 +186,13 @@ class RowStore {
   void require_legal(const int64_t* ids, int64_t count) const;
   Resolved resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype,
                    Pauses* pauses = nullptr) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, Now& now,
-                        Pauses* pauses = nullptr) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype,
+                        const PushStep& step, Now& now, Pauses* pauses = nullptr) const;
   void reserve(const std::vector<int64_t>& missing);
   void write_initial(char* row, int64_t id, float* buffer) const;
   bool none_overflows(float largest_gradient, const PushStep& step, const Now& now) const;
-  void rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype, const PushStep& step,
-                const Now& now) const;
+  void rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype,
+                const PushStep& step, const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   void require_within(DType wire, const int64_t* ids, int64_t count) const;
   const float* wide_row(int64_t item, int64_t id, const Now& now, float* buffer) const;
@@ -200,7 +203,9 @@ class RowStore {
                   float* buffer, Magnitudes& bounds);
   void ask_for(const Lookahead& lookahead, int64_t item) const;
   // Returns the item of the row at a position: rows of dense tables move in memory, positions do not. -1 for -1.
-  int64_t item_at(int64_t position) const { return items_ != nullptr && position >= 0 ? items_->at(position) : position; }
+  int64_t item_at(int64_t position) const {
+    return items_ != nullptr && position >= 0 ? items_->at(position) : position;
+  }
   int64_t& row_step(int64_t item) const { return *reinterpret_cast<int64_t*>(row_steps_->at(item)); }
   // Returns the number of a row; 0 for an absent one (-1), or where nothing is counted.
   int64_t number_of(int64_t item) const { return row_steps_ && item >= 0 ? row_step(item) : 0; }
@@ -241,12 +246,13 @@ class RowStore {
   RowLife& life_at(int64_t item) const { return *reinterpret_cast<RowLife*>(lives_->at(item)); }
   void note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts);
   int64_t bytes_of_rows(int64_t count) const;
-  int64_t most_rows_within(int64_t bytes) const;
+  int64_t max_rows_within(int64_t bytes) const;
   void make_way(const Resolved& found);
   void evict(int64_t count, const std::vector<int64_t>& kept);
   SlabArray new_lives() const;
   void date_rows(const LifeClock& before);
-  std::vector<Candidate> first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others = {});
+  std::vector<Candidate> first_to_go(int64_t count, const std::vector<int64_t>& kept,
+                                     std::vector<Candidate> others = {});
   std::vector<size_t> that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
@@ -264,7 +270,7 @@ class RowStore {
   std::optional<SlabArray> lives_;      // RowLife, by item
   LifeClock clock_, leap_;
   bool has_undated_ = false;  // whether some rows are older than the table's lives: theirs begin with its clock
-  int64_t most_rows_ = INT64_MAX, num_evicted_ = 0;
+  int64_t max_rows_ = INT64_MAX, num_evicted_ = 0;
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // next position of the sweep for old rows
   int64_t sweep_began_ = 0;  // step at which the sweep was at position 0

@@ -28,12 +28,12 @@ int64_t RowStore::next_present(int64_t from) const {
 // Prepares `now` for the age of these rows, which costs a memory access for each.
 void RowStore::reach_back(Now& now, const int64_t* items, int64_t count) const {
   if (!now) return;
-  constexpr int64_t kAhead = 32;
+  constexpr int64_t kPrefetchDistance = 32;
   int64_t oldest = INT64_MAX;
-  for (int64_t i = 0; i < count + kAhead; ++i) {
+  for (int64_t i = 0; i < count + kPrefetchDistance; ++i) {
     if (i < count && items[i] >= 0) prefetch_bytes(row_steps_->at(items[i]), 1);
-    if (i < kAhead || items[i - kAhead] < 0) continue;
-    const int64_t last = row_step(items[i - kAhead]);
+    if (i < kPrefetchDistance || items[i - kPrefetchDistance] < 0) continue;
+    const int64_t last = row_step(items[i - kPrefetchDistance]);
     if (last > 0) oldest = std::min(oldest, last);
   }
   if (oldest != INT64_MAX) now->reach_back(oldest);

@@ -13,7 +13,7 @@
 namespace geartrain {
 namespace {
 
-constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows visited in about a millisecond
+constexpr int64_t kMaxLookedAt = int64_t{1} << 17;  // frozen rows visited in about a millisecond
 
 // Some of the rows to be restored.
 struct RestoredRows {
@@ -114,17 +114,18 @@ int64_t RowStore::frozen_id(const AnyDirectory& directory, int64_t position, con
   return removed < 0 ? directory.id_at(position) : removed;
 }
 
-int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps,
-                              RowLife* lives) {
+int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots,
+                              int64_t* steps, RowLife* lives) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return -1;
   frozen_->want(buckets);
-  int64_t count = 0, left = kMostLookedAt;
+  int64_t count = 0, left = kMaxLookedAt;
   while (count < most) {
     const int64_t position = std::visit(
         [&](const auto& directory) {
           const auto bucket_at = [&](int64_t at) {
-            return directory.bucket_of(frozen_id(directory, at, frozen_->is_only_in_place(at) ? nullptr : frozen_->aside(at)));
+            return directory.bucket_of(
+                frozen_id(directory, at, frozen_->is_only_in_place(at) ? nullptr : frozen_->aside(at)));
           };
           return frozen_->next(bucket_at, left);
         },
@@ -134,14 +135,18 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
     const char* aside = frozen_->aside(position);
     const int64_t item = item_at(position);
     ids[count] = std::visit([&](const auto& directory) { return frozen_id(directory, position, aside); }, directory_);
-    std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(item), row_bytes());
+    std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(item),
+                row_bytes());
     if (slots_ && slots != nullptr)
-      std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(item),
-                  slot_bytes());
+      std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(),
+                  aside != nullptr ? aside + row_bytes() : slots_->at(item), slot_bytes());
     if (row_steps_ && steps != nullptr)
-      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(item), step_bytes());
+      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(item),
+                  step_bytes());
     if (lives_ && lives != nullptr)
-      std::memcpy(lives + count, aside != nullptr ? aside + row_bytes() + slot_bytes() + step_bytes() : lives_->at(item), life_bytes());
+      std::memcpy(lives + count,
+                  aside != nullptr ? aside + row_bytes() + slot_bytes() + step_bytes() : lives_->at(item),
+                  life_bytes());
     ++count;
   }
   return count;
@@ -173,7 +178,8 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   const Optimizer& optimizer = *spec_.optimizer;
   Magnitudes largest{std::bit_cast<float>(found.largest), {}};
   for (int64_t i = 0; i < count; ++i) {
-    bool is_finite = kernels().max_abs_bits[static_cast<int>(spec_.dtype)](row_of(rows, i, row_bytes()), dim) < kInfinityBits;
+    bool is_finite =
+        kernels().max_abs_bits[static_cast<int>(spec_.dtype)](row_of(rows, i, row_bytes()), dim) < kInfinityBits;
     const char* values = slots_ ? row_of(slots, i, slot_bytes()) : nullptr;
     for (int slot = 0; slot < optimizer.num_slots(); ++slot) {
       const size_t width = optimizer.slot_dim(slot, dim);
@@ -186,7 +192,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     if (!is_finite) throw Refusal{Reason::non_finite, i};
   }
   RestoredRows fitting;
-  if (num_rows_there() + static_cast<int64_t>(found.missing.size()) > most_rows_) {
+  if (num_rows_there() + static_cast<int64_t>(found.missing.size()) > max_rows_) {
     fitting = RestoredRows(that_fit(ids, found, lives), ids, {rows, row_bytes()}, {slots, slot_bytes()}, steps, lives);
     count = static_cast<int64_t>(fitting.ids.size());
     ids = fitting.ids.data();

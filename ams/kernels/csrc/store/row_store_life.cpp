@@ -57,20 +57,22 @@ int64_t RowStore::read_lives(int64_t& position, int64_t most, int64_t* ids, RowL
 // A push without a time counts as of the time of the previous push. A row is as recent as the table's clock, whatever
 // its own worker counts: a worker that joined later stays behind the others for good.
 void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts) {
-  constexpr size_t kAhead = 16;
+  constexpr size_t kPrefetchDistance = 16;
   constexpr double kLast = UINT32_MAX;
   const LifeClock before = clock_;
   LifeClock said = before;
   if (batch.step) said.step = *batch.step;
   if (batch.unix_seconds) said.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
   clock_.advance(said);
-  const auto moved = [this](int64_t now, int64_t then) { return has_undated_ && then == 0 ? 0 : now - then; };  // see date_rows
+  // see date_rows
+  const auto moved = [this](int64_t now, int64_t then) { return has_undated_ && then == 0 ? 0 : now - then; };
   if (num_rows_there() > static_cast<int64_t>(positions.size()))  // other rows became older by that
     leap_.advance({moved(clock_.step, before.step), moved(clock_.seconds, before.seconds)});
   if (!lives_) return;
   date_rows(before);
   for (size_t i = 0; i < positions.size(); ++i) {
-    if (i + kAhead < positions.size()) prefetch_bytes(lives_->at(item_at(positions[i + kAhead])), sizeof(RowLife));
+    if (i + kPrefetchDistance < positions.size())
+      prefetch_bytes(lives_->at(item_at(positions[i + kPrefetchDistance])), sizeof(RowLife));
     RowLife& life = life_at(item_at(positions[i]));
     life.step = clock_.step;
     life.seconds = static_cast<uint32_t>(clock_.seconds);
@@ -88,7 +90,8 @@ SlabArray RowStore::new_lives() const {
 
 // Rows older than the table's lives count as seen when its clock began: their time is unknown, and must not evict them.
 void RowStore::date_rows(const LifeClock& before) {
-  const bool steps_begin = before.step == 0 && clock_.step != 0, seconds_begin = before.seconds == 0 && clock_.seconds != 0;
+  const bool steps_begin = before.step == 0 && clock_.step != 0,
+             seconds_begin = before.seconds == 0 && clock_.seconds != 0;
   if (!has_undated_ || (!steps_begin && !seconds_begin)) return;
   std::visit(
       [&](const auto& directory) {
@@ -102,10 +105,11 @@ void RowStore::date_rows(const LifeClock& before) {
 }
 
 int64_t RowStore::bytes_of_rows(int64_t count) const {
-  return count * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()) + IdIndex::most_bytes(count);
+  return count * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()) +
+         IdIndex::most_bytes(count);
 }
 
-int64_t RowStore::most_rows_within(int64_t bytes) const {
+int64_t RowStore::max_rows_within(int64_t bytes) const {
   int64_t fits = 0, too_many = bytes / static_cast<int64_t>(row_bytes()) + 1;
   while (too_many - fits > 1) {
     const int64_t middle = std::midpoint(fits, too_many);
@@ -116,7 +120,8 @@ int64_t RowStore::most_rows_within(int64_t bytes) const {
 
 // Returns the first `count` > 0 candidates for eviction among existing rows, without the positions `kept`, and
 // `others`.
-std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others) {
+std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<int64_t>& kept,
+                                             std::vector<Candidate> others) {
   const auto& directory = std::get<HashedDirectory>(directory_);
   Bits stays;
   for (int64_t position : kept) {
@@ -149,15 +154,17 @@ std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<in
 // std::bad_alloc, and then nothing has changed.
 void RowStore::make_way(const Resolved& found) {
   const int64_t coming = static_cast<int64_t>(found.missing.size()), there = num_rows_there();
-  if (coming == 0 || there + coming <= most_rows_) return;
+  if (coming == 0 || there + coming <= max_rows_) return;
   const int64_t staying = static_cast<int64_t>(found.positions.size()) - coming;
-  if (staying + coming > most_rows_) {
+  if (staying + coming > max_rows_) {
     const auto share = static_cast<double>(spec_.owned_buckets.size()) / kNumBuckets;
     const double wanted = static_cast<double>(bytes_of_rows(staying + coming)) / share;
-    throw TooManyRows{coming, staying, most_rows_, spec_.max_bytes, static_cast<int64_t>(wanted * kSpareRoom), spec_.name};
+    throw TooManyRows{coming,    staying, max_rows_, spec_.max_bytes, static_cast<int64_t>(wanted * kSpareRoom),
+                      spec_.name};
   }
   // As many that new rows get freed places, and need no memory that could be refused.
-  evict(std::min(std::max({coming, most_rows_ / kEvictedShare, there + coming - most_rows_}), there - staying), found.positions);
+  evict(std::min(std::max({coming, max_rows_ / kEvictedShare, there + coming - max_rows_}), there - staying),
+        found.positions);
 }
 
 void RowStore::evict(int64_t count, const std::vector<int64_t>& kept) {
@@ -172,17 +179,19 @@ void RowStore::evict(int64_t count, const std::vector<int64_t>& kept) {
 std::vector<size_t> RowStore::that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives) {
   std::vector<Candidate> coming;
   for (size_t i = 0; i < found.positions.size(); ++i)
-    if (found.positions[i] < 0) coming.push_back({lives != nullptr ? lives[i] : RowLife{}, ids[i], -1 - static_cast<int64_t>(i)});
+    if (found.positions[i] < 0)
+      coming.push_back({lives != nullptr ? lives[i] : RowLife{}, ids[i], -1 - static_cast<int64_t>(i)});
   std::vector<uint8_t> fits(found.positions.size(), 1);
   std::vector<int64_t> evicted;
-  const int64_t excess = num_rows_there() + static_cast<int64_t>(coming.size()) - most_rows_;
+  const int64_t excess = num_rows_there() + static_cast<int64_t>(coming.size()) - max_rows_;
   for (const Candidate& candidate : first_to_go(excess, found.positions, std::move(coming))) {
     if (candidate.place < 0)
       fits[static_cast<size_t>(-1 - candidate.place)] = 0;
     else
       evicted.push_back(candidate.id);
   }
-  num_evicted_ += excess - static_cast<int64_t>(evicted.size()) + remove_rows(evicted.data(), static_cast<int64_t>(evicted.size()));
+  num_evicted_ +=
+      excess - static_cast<int64_t>(evicted.size()) + remove_rows(evicted.data(), static_cast<int64_t>(evicted.size()));
   std::vector<size_t> places;
   for (size_t i = 0; i < fits.size(); ++i)
     if (fits[i] != 0) places.push_back(i);

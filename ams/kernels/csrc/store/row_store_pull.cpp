@@ -47,7 +47,8 @@ void RowStore::require_within(DType wire, const int64_t* ids, int64_t count) con
   for (int64_t i = 0; i < count; ++i) {
     const int64_t item = std::visit([&](const auto& directory) { return directory.find_item(ids[i]); }, directory_);
     k.store[static_cast<int>(wire)](narrow.data(), wide_row(item, ids[i], now, buffer.data()), narrow.size());
-    if (k.max_abs_bits[static_cast<int>(wire)](narrow.data(), narrow.size()) >= kInfinityBits) throw Refusal{Reason::beyond_wire, i};
+    if (k.max_abs_bits[static_cast<int>(wire)](narrow.data(), narrow.size()) >= kInfinityBits)
+      throw Refusal{Reason::beyond_wire, i};
   }
 }
 

@@ -21,8 +21,8 @@ void copy_to_cache(char* to, const char* from, size_t bytes) { std::memcpy(to, f
 }  // namespace
 
 // Finds every id and checks the values beside the ids while index lines are being fetched.
-RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype,
-                                     Pauses* pauses) const {
+RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values,
+                                     DType dtype, Pauses* pauses) const {
   Resolved found;
   found.positions.resize(static_cast<size_t>(count));
   const size_t bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
@@ -30,11 +30,12 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const Ro
   std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
   const auto look = [&](int64_t begin, int64_t end, int64_t thread) {
     uint32_t seen = 0;
-    find_all<Find::position>(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
-      const int64_t together = values.is_one_block() ? to - from : 1;
-      for (int64_t i = from; i < to; i += together)
-        seen = std::max(seen, max_abs_bits(values.at(begin + i, bytes), static_cast<size_t>(together * spec_.dim)));
-    });
+    find_all<Find::position>(
+        directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
+          const int64_t together = values.is_one_block() ? to - from : 1;
+          for (int64_t i = from; i < to; i += together)
+            seen = std::max(seen, max_abs_bits(values.at(begin + i, bytes), static_cast<size_t>(together * spec_.dim)));
+        });
     largest[static_cast<size_t>(thread)] = std::max(largest[static_cast<size_t>(thread)], seen);
   };
   fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, look, pauses);
@@ -64,7 +65,8 @@ RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, con
   return found;
 }
 
-void RowStore::check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const {
+void RowStore::check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype,
+                          const PushStep& step) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   Now now = this->now();
@@ -87,8 +89,8 @@ void RowStore::ask_for(const Lookahead& lookahead, int64_t item) const {
   if (lookahead.use() == Use::update && row_steps_ && !steps_) lookahead.ask(row_steps_->at(item), step_bytes());
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_gradients, DType dtype, const PushStep& step,
-                       bool ends_step, Pauses* pauses, const RowPlaces<char>* all_after) {
+int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_gradients, DType dtype,
+                       const PushStep& step, bool ends_step, Pauses* pauses, const RowPlaces<char>* all_after) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   UnlockedPauses unlocked(pauses, lock);
@@ -122,17 +124,18 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
   for (int64_t position : overdue.positions) moments_.written().set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead(Use::update);
-  const auto copy = static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
+  const auto copy =
+      static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
   const auto update = [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * buffer_size;
-    int64_t items[kMostAhead];
+    int64_t items[kMaxAhead];
     Magnitudes seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
     lookahead.each(
         end - begin, row_bytes() + slot_bytes(),
-        [&](int64_t i) { ask_for(lookahead, items[i % kMostAhead] = item_at(positions[begin + i])); },
+        [&](int64_t i) { ask_for(lookahead, items[i % kMaxAhead] = item_at(positions[begin + i])); },
         [&](int64_t i) {
-          const int64_t item = items[i % kMostAhead];
+          const int64_t item = items[i % kMaxAhead];
           update_one(item, ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
           if (after != nullptr) copy(after->at(begin + i, row_bytes()), rows_.at(item), row_bytes());
         });
@@ -180,9 +183,11 @@ int64_t RowStore::write_blocks(const int64_t* ids, Resolved& found, float* buffe
 }
 
 bool RowStore::none_overflows(float largest_gradient, const PushStep& step, const Now& now) const {
-  const Magnitudes most = step.optimizer.worst(largest_gradient, static_cast<size_t>(spec_.dim), step.factors, bounds_at(now));
+  const Magnitudes most =
+      step.optimizer.worst(largest_gradient, static_cast<size_t>(spec_.dim), step.factors, bounds_at(now));
   const auto fits = [this](float slot) { return std::isfinite(rounded_to_nearest(slot, spec_.slot_dtype)); };
-  return std::isfinite(rounded_to_nearest(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);
+  return std::isfinite(rounded_to_nearest(most.row, spec_.dtype)) &&
+         std::all_of(most.slots.begin(), most.slots.end(), fits);
 }
 
 // Near the end of a storage type's range: computes every row in a buffer and refuses the push if one becomes infinite.
@@ -202,9 +207,10 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const Gradien
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
-    k.load[static_cast<int>(dtype)](gradient.data(), gradients.at(static_cast<int64_t>(i), dim * item_bytes(dtype)), dim);
-    update_row(step.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, step.factors,
-               number_of(item));
+    k.load[static_cast<int>(dtype)](gradient.data(), gradients.at(static_cast<int64_t>(i), dim * item_bytes(dtype)),
+                                    dim);
+    update_row(step.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim,
+               step.factors, number_of(item));
     const auto require_finite = [&](const std::vector<float>& values, DType type) {
       k.store[static_cast<int>(type)](stored.data(), values.data(), values.size());
       if (k.max_abs_bits[static_cast<int>(type)](stored.data(), values.size()) >= kInfinityBits)
@@ -233,11 +239,12 @@ void RowStore::update_one(int64_t item, int64_t id, const char* gradient, DType 
     k.load[static_cast<int>(dtype)](buffer + dim + slot_dim, gradient, dim);
     direction = buffer + dim + slot_dim;
   }
-  const RowUpdate update = update_row(step.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, step.factors,
-                                      number_of(item));
+  const RowUpdate update = update_row(step.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim,
+                                      step.factors, number_of(item));
   if (row_steps_) row_step(item) = update.number;
   bounds.raise_to(update.largest, num_slots_);
-  const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
+  const Part row_part = update.is_late ? Part::late_row : Part::row,
+             slot_part = update.is_late ? Part::late_slot : Part::slot;
   if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, update.number, row_part));
   if (!wide_slot) store_rounded(spec_.slot_dtype, slot, slots, slot_dim, draw_of(id, update.number, slot_part));
 }

@@ -13,11 +13,13 @@ namespace geartrain {
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(size_t bytes) : data_(static_cast<char*>(::operator new(bytes, std::align_val_t{64}))), bytes_(bytes) {}
+  explicit Buffer(size_t bytes)
+      : data_(static_cast<char*>(::operator new(bytes, std::align_val_t{64}))), bytes_(bytes) {}
   ~Buffer() {
     if (data_ != nullptr) ::operator delete(data_, std::align_val_t{64});
   }
-  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Buffer(Buffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
@@ -34,7 +36,7 @@ class Buffer {
 // Thread-safe.
 class BufferPool {
  public:
-  BufferPool() { kept_.reserve(kMostKept); }  // so that a release needs no memory
+  BufferPool() { kept_.reserve(kMaxKept); }  // so that a release needs no memory
   // Returns a buffer of at least `bytes`. Throws std::bad_alloc.
   Buffer take(size_t bytes) {
     {
@@ -51,14 +53,14 @@ class BufferPool {
     return Buffer(std::max(bytes + bytes / 8, kSmall));
   }
   void give_back(Buffer buffer) {
-    if (buffer.data() == nullptr || buffer.bytes() > kMostKeptBytes) return;
+    if (buffer.data() == nullptr || buffer.bytes() > kMaxKeptBytes) return;
     const std::lock_guard lock(mutex_);
-    if (kept_.size() == kMostKept) kept_.erase(kept_.begin());
+    if (kept_.size() == kMaxKept) kept_.erase(kept_.begin());
     kept_.push_back(std::move(buffer));
   }
 
  private:
-  static constexpr size_t kSmall = size_t{16} << 10, kMostKeptBytes = size_t{32} << 20, kMostKept = 4;
+  static constexpr size_t kSmall = size_t{16} << 10, kMaxKeptBytes = size_t{32} << 20, kMaxKept = 4;
   std::mutex mutex_;
   std::vector<Buffer> kept_;
 };

@@ -20,7 +20,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-[[noreturn]] void fail(const char* what, int error = errno) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what, int error = errno) {
+  throw std::system_error(error, std::generic_category(), what);
+}
 
 void set(int socket, int level, int option, int value) { setsockopt(socket, level, option, &value, sizeof(value)); }
 
@@ -108,7 +110,8 @@ OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bou
   OwnedFd socket(::socket(first.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");
   set(socket.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  if (first.ai_family == AF_INET6) set(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, std::string(host) != "::");  // as gRPC listens
+  // as gRPC listens
+  if (first.ai_family == AF_INET6) set(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, std::string(host) != "::");
   if (bind(socket.get(), first.ai_addr, first.ai_addrlen) != 0) fail("cannot listen for connections of rows");
   if (listen(socket.get(), 128) != 0) fail("listen");
   sockaddr_storage bound{};
@@ -120,7 +123,8 @@ OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bou
 }
 
 OwnedFd connect_stream(const char* host, unsigned short port, double timeout_seconds) {
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   const Addresses addresses = addresses_of(host, port);
   int error = ETIMEDOUT;
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {

@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
-constexpr size_t kLeastAttached = size_t{64} << 10;  // less is copied: that is faster than a system call
+constexpr size_t kMinAttached = size_t{64} << 10;  // less is copied: that is faster than a system call
 constexpr Clock::duration kLongestSilence = std::chrono::seconds(30);  // of a shard that receives no bytes of a request
 
 int64_t millis_until(Clock::time_point time) {
@@ -33,7 +33,7 @@ int64_t millis_until(Clock::time_point time) {
 // Call that waits for its reply. Shared with the reading thread.
 struct Pending {
   uint64_t number = 0;
-  size_t most_reply_bytes = 0, reply_bytes = 0;
+  size_t max_reply_bytes = 0, reply_bytes = 0;
   Buffer reply;
   bool is_done = false;
 };
@@ -43,7 +43,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
  public:
   Tcp(ByteStream stream, const TcpLimits& limits) : limits_(limits), stream_(std::move(stream)) {}
 
-  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) override;
+  std::unique_ptr<Call> begin(size_t request_bytes, size_t max_reply_bytes, bool may_wait) override;
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   void close() override;
 
@@ -81,19 +81,19 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
 
 class TcpCall : public Connection::Call {
  public:
-  TcpCall(std::shared_ptr<Tcp> tcp, size_t request_bytes, size_t most_reply_bytes)
+  TcpCall(std::shared_ptr<Tcp> tcp, size_t request_bytes, size_t max_reply_bytes)
       : tcp_(std::move(tcp)), request_(tcp_->buffers().take(request_bytes)), request_bytes_(request_bytes) {
-    pending_->most_reply_bytes = most_reply_bytes;
+    pending_->max_reply_bytes = max_reply_bytes;
   }
   ~TcpCall() override {
     if (tcp_->is_lost()) return;
-    tcp_->forget(pending_, request_bytes_ + pending_->most_reply_bytes);
+    tcp_->forget(pending_, request_bytes_ + pending_->max_reply_bytes);
     tcp_->buffers().give_back(std::move(request_));
     if (pending_->is_done) tcp_->buffers().give_back(std::move(pending_->reply));
   }
   char* request() override { return request_.data(); }
   void attach(size_t offset, const char* from, size_t bytes) override {
-    if (bytes < kLeastAttached) return Call::attach(offset, from, bytes);
+    if (bytes < kMinAttached) return Call::attach(offset, from, bytes);
     pieces_.push_back({request_.data() + begun_, offset - begun_});
     pieces_.push_back({from, bytes});
     begun_ = offset + bytes;
@@ -102,7 +102,9 @@ class TcpCall : public Connection::Call {
     pieces_.push_back({request_.data() + begun_, request_bytes_ - begun_});
     tcp_->send(pending_, pieces_, deadline, look);
   }
-  bool wait(SteadyTime deadline, const std::function<bool()>& look, bool) override { return tcp_->wait(pending_, deadline, look); }
+  bool wait(SteadyTime deadline, const std::function<bool()>& look, bool) override {
+    return tcp_->wait(pending_, deadline, look);
+  }
   std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
 
  private:
@@ -114,20 +116,21 @@ class TcpCall : public Connection::Call {
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
 };
 
-std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_reply_bytes, bool) {
+std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t max_reply_bytes, bool) {
   require_there();
-  require_call_fits(request_bytes, most_reply_bytes, limits_.most_frame_bytes);
+  require_call_fits(request_bytes, max_reply_bytes, limits_.max_frame_bytes);
   {
     const std::lock_guard lock(mutex_);
-    const size_t bytes = request_bytes + most_reply_bytes;
-    if (in_flight_bytes_ + bytes > std::max(limits_.most_in_flight_bytes, bytes)) throw Full("too much is in flight to the shard");
-    in_flight_bytes_ += request_bytes + most_reply_bytes;
+    const size_t bytes = request_bytes + max_reply_bytes;
+    if (in_flight_bytes_ + bytes > std::max(limits_.max_in_flight_bytes, bytes))
+      throw Full("too much is in flight to the shard");
+    in_flight_bytes_ += request_bytes + max_reply_bytes;
   }
   try {
-    return std::make_unique<TcpCall>(shared_from_this(), request_bytes, most_reply_bytes);
+    return std::make_unique<TcpCall>(shared_from_this(), request_bytes, max_reply_bytes);
   } catch (...) {  // no memory
     const std::lock_guard lock(mutex_);
-    in_flight_bytes_ -= request_bytes + most_reply_bytes;
+    in_flight_bytes_ -= request_bytes + max_reply_bytes;
     throw;
   }
 }
@@ -146,13 +149,14 @@ void Tcp::close() {
   changed_.notify_all();
 }
 
-void Tcp::send(const std::shared_ptr<Pending>& pending, std::span<const std::span<const char>> frame, SteadyTime deadline,
-               const std::function<bool()>& look) {
+void Tcp::send(const std::shared_ptr<Pending>& pending, std::span<const std::span<const char>> frame,
+               SteadyTime deadline, const std::function<bool()>& look) {
   require_there();
   std::memcpy(&pending->number, frame.front().data() + offsetof(FrameHeader, number), sizeof(pending->number));
   {
     const std::lock_guard lock(mutex_);
-    if (!pending_.emplace(pending->number, pending).second) throw std::logic_error("a call of this number is under way");
+    if (!pending_.emplace(pending->number, pending).second)
+      throw std::logic_error("a call of this number is under way");
   }
   std::unique_lock lock(sending_, std::defer_lock);
   while (!lock.try_lock_until(std::min(deadline, Clock::now() + kLookInterval)))
@@ -269,11 +273,12 @@ void Tcp::read_header() {
     if (found != pending_.end()) reading_ = found->second;
   }
   if (!reading_) {
-    if (header.body_bytes > limits_.most_frame_bytes) throw std::runtime_error("the shard sends more than anybody asked for");
+    if (header.body_bytes > limits_.max_frame_bytes)
+      throw std::runtime_error("the shard sends more than anybody asked for");
     return;
   }
   const size_t bytes = header_.size() + header.body_bytes;
-  if (bytes > reading_->most_reply_bytes) throw std::runtime_error("the shard sends more than was asked for");
+  if (bytes > reading_->max_reply_bytes) throw std::runtime_error("the shard sends more than was asked for");
   reading_->reply = buffers_.take(bytes);
   reading_->reply_bytes = bytes;
   std::memcpy(reading_->reply.data(), header_.data(), header_.size());
@@ -281,13 +286,15 @@ void Tcp::read_header() {
 
 }  // namespace
 
-std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret, double timeout_seconds,
-                                        bool uses_tls, const TcpLimits& limits) {
-  if (port == 0 || secret.size() != kSecretBytes) throw std::runtime_error("a shard told no place and secret for a connection");
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret,
+                                        double timeout_seconds, bool uses_tls, const TcpLimits& limits) {
+  if (port == 0 || secret.size() != kSecretBytes)
+    throw std::runtime_error("a shard told no place and secret for a connection");
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   OwnedFd socket = connect_stream(host.c_str(), port, timeout_seconds);
   const int fd = socket.get();
-  ByteStream stream(std::move(socket), uses_tls ? Tls::client(fd, secret, limits.most_records) : nullptr);
+  ByteStream stream(std::move(socket), uses_tls ? Tls::client(fd, secret, limits.max_records) : nullptr);
   const auto await = [&] {
     if (Clock::now() >= deadline || !stream.wait(false, static_cast<int>(millis_until(deadline))))
       throw std::runtime_error("the shard does not greet");

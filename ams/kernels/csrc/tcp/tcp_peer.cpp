@@ -12,7 +12,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostTurnBytes = size_t{1} << 20;  // read or sent in one turn, while other clients wait
+constexpr size_t kMaxTurnBytes = size_t{1} << 20;  // read or sent in one turn, while other clients wait
 
 // Reply in its own memory, which goes to the client's outbox.
 class OwnReply : public ReplyPlace {
@@ -23,9 +23,10 @@ class OwnReply : public ReplyPlace {
     if (!is_answered_) outbox_->lose();
   }
   std::span<char> room(size_t, size_t most_bytes) override {
-    if (most_bytes > outbox_->memory().most_frame)
-      throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) + " bytes, the most of one frame is " +
-                                         std::to_string(outbox_->memory().most_frame) + "; ask for fewer rows at once");
+    if (most_bytes > outbox_->memory().max_frame)
+      throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) +
+                                         " bytes, the most of one frame is " +
+                                         std::to_string(outbox_->memory().max_frame) + "; ask for fewer rows at once");
     Reply& reply = reply_.emplace_back();
     try {
       reply.buffer = outbox_->memory().take(most_bytes);
@@ -48,9 +49,10 @@ class OwnReply : public ReplyPlace {
   bool is_answered_ = false;
 };
 
-constexpr size_t kSmallRequest = size_t{64} << 10;  // waits for no large ones, and is performed even if its caller has gone
+// waits for no large ones, and is performed even if its caller has gone
+constexpr size_t kSmallRequest = size_t{64} << 10;
 // Share of the caller's time limit, and longest time, after which it is told that the shard is busy.
-constexpr double kPatienceShare = 0.5, kMostPatienceSeconds = 10;
+constexpr double kPatienceShare = 0.5, kMaxPatienceSeconds = 10;
 
 thread_local const Outbox* about_to_be_flushed = nullptr;
 
@@ -108,11 +110,12 @@ bool Outbox::is_due() {
 void Outbox::flush(ByteStream& stream) {
   const std::lock_guard lock(mutex_);
   if (has_lost_) throw std::runtime_error("a reply is lost");
-  for (size_t turn = 0; !replies_.empty() && turn < kMostTurnBytes;) {
+  for (size_t turn = 0; !replies_.empty() && turn < kMaxTurnBytes;) {
     Reply& first = replies_.front();
     while (first.sent < first.bytes) {
-      if (turn >= kMostTurnBytes) return;
-      const size_t sent = stream.write(first.buffer.data() + first.sent, std::min(first.bytes - first.sent, kMostTurnBytes));
+      if (turn >= kMaxTurnBytes) return;
+      const size_t sent =
+          stream.write(first.buffer.data() + first.sent, std::min(first.bytes - first.sent, kMaxTurnBytes));
       if (sent == 0) return;
       turn += sent;
       first.sent += sent;
@@ -156,7 +159,7 @@ bool TcpPeer::receive(const Waits& waits, const ServingTurn& serving) {
       return true;
     }
     if (waits_for_memory()) return !stream_.has_ended();
-    const size_t most = serving.is_between() ? kMostReadBetween : kMostTurnBytes;
+    const size_t most = serving.is_between() ? kMaxReadBetween : kMaxTurnBytes;
     for (size_t turn = 0; turn < most;) {
       size_t received;
       if (header_bytes_ < header_bytes_of_.size()) {
@@ -165,7 +168,7 @@ bool TcpPeer::receive(const Waits& waits, const ServingTurn& serving) {
         if (header_bytes_ == header_bytes_of_.size()) begin_body();
         if (waits_for_memory()) return true;
       } else {
-        const size_t left = std::min(header_.body_bytes - body_got_, kMostTurnBytes);
+        const size_t left = std::min(header_.body_bytes - body_got_, kMaxTurnBytes);
         received = frame_.data() != nullptr ? stream_.read(frame_.data() + header_bytes_of_.size() + body_got_, left)
                                             : stream_.read(dropped.data(), std::min(left, dropped.size()));
         body_got_ += received;
@@ -209,22 +212,23 @@ void TcpPeer::begin_body() {
   header_ = parse_header(header_bytes_of_.data(), FrameKind::request);
   body_got_ = 0;
   const FrameMemory& memory = outbox_->memory();
-  if (header_.body_bytes > memory.most_frame) throw std::runtime_error("the frame is too large");
+  if (header_.body_bytes > memory.max_frame) throw std::runtime_error("the frame is too large");
   if (frame_bytes() <= kSmallRequest || (memory.num_waiting == 0 && has_room())) return take_memory();
-  const double seconds = header_.seconds > 0 ? header_.seconds * kPatienceShare : kMostPatienceSeconds;
-  const std::chrono::duration<double> patience(std::min(seconds, kMostPatienceSeconds));
+  const double seconds = header_.seconds > 0 ? header_.seconds * kPatienceShare : kMaxPatienceSeconds;
+  const std::chrono::duration<double> patience(std::min(seconds, kMaxPatienceSeconds));
   waits_until_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
   ++outbox_->memory().num_waiting;
 }
 
 bool TcpPeer::has_room() const {
   const FrameMemory& memory = outbox_->memory();
-  return memory.received == 0 || memory.received + frame_bytes() <= memory.most_received;
+  return memory.received == 0 || memory.received + frame_bytes() <= memory.max_received;
 }
 
 bool TcpPeer::let_in() {
   if (has_room()) take_memory();
-  else if (Clock::now() >= waits_until()) refusal_ = Fault("Busy", "this shard has too many large requests; ask again", 0.1);
+  else if (Clock::now() >= waits_until())
+    refusal_ = Fault("Busy", "this shard has too many large requests; ask again", 0.1);
   else return false;
   end_wait();
   moved_at_ = Clock::now();
@@ -244,7 +248,8 @@ void TcpPeer::take_memory() {
     refusal_ = fault;
     return;
   } catch (const std::bad_alloc&) {
-    refusal_ = Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
+    refusal_ =
+        Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
     return;
   }
   if (frame_bytes() > kSmallRequest) memory.received += counted_ = frame_bytes();
@@ -257,7 +262,8 @@ void TcpPeer::perform(const Waits& waits, const ServingTurn& serving) {
   header_bytes_ = 0;
   std::shared_ptr<ServedCall> call =
       was_held ? std::move(held_)
-               : std::make_shared<ServedCall>(handler_, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
+               : std::make_shared<ServedCall>(handler_, header_, std::make_unique<OwnReply>(outbox_),
+                                              [this] { return stream_.has_ended(); });
   bool is_wanted = was_held;
   const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
   if (!was_held) {
@@ -268,7 +274,8 @@ void TcpPeer::perform(const Waits& waits, const ServingTurn& serving) {
     held_ = std::move(call);
   } else {
     is_at_work_ = true;
-    const bool is_waiting = is_wanted && call->perform({serving.others, serving.has_turn, was_held || bytes > kSmallRequest});
+    const bool is_waiting =
+        is_wanted && call->perform({serving.others, serving.has_turn, was_held || bytes > kSmallRequest});
     is_at_work_ = false;
     give_back_frame();
     if (is_waiting) waits(std::move(call));

@@ -22,10 +22,10 @@ namespace geartrain {
 struct FrameMemory {
   std::atomic<size_t> used = 0;
   size_t most = size_t{2} << 30;
-  size_t most_frame = kMostCallBytes;
+  size_t max_frame = kMaxCallBytes;
   // For the server's thread: bytes of large requests that are being received or wait to begin, their limit unless there
   // is only one, and the number of clients that wait for it.
-  size_t received = 0, most_received = size_t{128} << 20, num_waiting = 0;
+  size_t received = 0, max_received = size_t{128} << 20, num_waiting = 0;
   BufferPool pool;
   // Throws Fault("Busy") if there is no room, std::bad_alloc.
   Buffer take(size_t bytes);
@@ -41,7 +41,8 @@ struct Reply {
 // Replies to send. Any thread adds them; the server's thread sends.
 class Outbox {
  public:
-  Outbox(std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake) : memory_(std::move(memory)), wake_(std::move(wake)) {}
+  Outbox(std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
+      : memory_(std::move(memory)), wake_(std::move(wake)) {}
   ~Outbox();
   FrameMemory& memory() { return *memory_; }
   // Takes the one element of `reply`. Wakes the server's thread, unless that will flush this one: see TcpPeer::perform.
@@ -72,8 +73,12 @@ class TcpPeer {
   using Clock = std::chrono::steady_clock;
   using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
 
-  TcpPeer(std::shared_ptr<Handler> handler, ByteStream stream, std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
-      : handler_(std::move(handler)), stream_(std::move(stream)), host_(stream_.host()), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
+  TcpPeer(std::shared_ptr<Handler> handler, ByteStream stream, std::shared_ptr<FrameMemory> memory,
+          std::shared_ptr<OwnedFd> wake)
+      : handler_(std::move(handler)),
+        stream_(std::move(stream)),
+        host_(stream_.host()),
+        outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
   // Sends the answer to the hello. Returns whether it was accepted.
@@ -98,7 +103,7 @@ class TcpPeer {
   bool flush();
   bool has_replies() { return outbox_->is_due(); }
   // Whether it accepts too few replies for its requests to be read.
-  bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
+  bool is_full() { return outbox_->num_bytes() > kMaxOutbox; }
   // Its machine.
   const std::string& host() const { return host_; }
   // Bytes it uses of the room for large requests.
@@ -114,7 +119,7 @@ class TcpPeer {
   }
 
  private:
-  static constexpr size_t kMostOutbox = size_t{64} << 20, kMostReadBetween = size_t{256} << 10;
+  static constexpr size_t kMaxOutbox = size_t{64} << 20, kMaxReadBetween = size_t{256} << 10;
   void begin_body();
   bool has_room() const;
   void take_memory();

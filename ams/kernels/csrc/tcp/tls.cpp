@@ -79,15 +79,16 @@ using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_byte
 constexpr uint64_t kNoAtExit = 0x00080000, kAllowNoEcdhe = 1u << 10, kNoTicket = 1u << 14;
 constexpr long kReleaseBuffers = 0x10;
 constexpr int kVerifyPeer = 1, kKeyUpdateNotRequested = 0;
-constexpr int kSetMode = 33, kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123, kSetMostVersion = 124;
+constexpr int kSetMode = 33, kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123,
+              kSetMostVersion = 124;
 constexpr long kTls13 = 0x0304;
 constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
 constexpr size_t kNameBytes = kSecretBytes / 2;
-constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and encrypted
-constexpr size_t kMostAtOnce = 4 * kRecordBytes, kMostUnsent = 2 * kMostAtOnce;
-constexpr size_t kMostKept = 2 * kRecordBytes;  // output buffer kept for the next write
-constexpr int kMostReads = 2;
-constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // input of one read, with OpenSSL's alignment
+constexpr size_t kRecordBytes = size_t{16} << 10, kMaxRecordBytes = kRecordBytes + 22;  // plain, and encrypted
+constexpr size_t kMaxAtOnce = 4 * kRecordBytes, kMaxUnsent = 2 * kMaxAtOnce;
+constexpr size_t kMaxKept = 2 * kRecordBytes;  // output buffer kept for the next write
+constexpr int kMaxReads = 2;
+constexpr size_t kReadBufferBytes = 4 * kMaxRecordBytes + 64;  // input of one read, with OpenSSL's alignment
 
 struct OpenSsl {
 #define GEARTRAIN_DECLARE(result, name, arguments) result(*name) arguments;
@@ -121,14 +122,16 @@ ssl_session_st* session_of(ssl_st* ssl, const std::string& secret) {
 
 // Called by OpenSSL, which does not support exceptions.
 struct TlsCallbacks {
-  static int use_session(ssl_st* ssl, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st** session) noexcept {
+  static int use_session(ssl_st* ssl, const evp_md_st*, const unsigned char** name, size_t* name_bytes,
+                         ssl_session_st** session) noexcept {
     const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
     *name = reinterpret_cast<const unsigned char*>(tls.secret_.data());
     *name_bytes = kNameBytes;
     return (*session = session_of(ssl, tls.secret_)) != nullptr;
   }
   // 1 without a session: the name is unknown.
-  static int find_session(ssl_st* ssl, const unsigned char* name, size_t name_bytes, ssl_session_st** session) noexcept {
+  static int find_session(ssl_st* ssl, const unsigned char* name, size_t name_bytes,
+                          ssl_session_st** session) noexcept {
     *session = nullptr;
     const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
     if (!tls.find_ || name_bytes != kNameBytes) return 1;
@@ -142,7 +145,7 @@ struct TlsCallbacks {
   static int write(bio_st* bio, const char* from, int bytes) noexcept {
     auto& out = static_cast<Tls*>(openssl().BIO_get_data(bio))->out_;
     try {
-      if (out.size() > kMostUnsent) return -1;  // the peer requests answers without end, and does not receive them
+      if (out.size() > kMaxUnsent) return -1;  // the peer requests answers without end, and does not receive them
       out.insert(out.end(), from, from + bytes);
       return bytes;
     } catch (...) {
@@ -173,9 +176,10 @@ OpenSsl::OpenSsl() {
     void* address = library == nullptr ? nullptr : dlsym(library, name);
     if (address != nullptr) return address;
     const char* why = dlerror();
-    throw Fault("ConfigError", "rows by TCP are to be encrypted, which OpenSSL 3 of the system does, and it cannot be loaded (" +
-                                   std::string(why == nullptr ? name : why) +
-                                   "); install it: 'apt install libssl3' (Debian, Ubuntu), 'dnf install openssl-libs' (Fedora, RHEL)");
+    throw Fault("ConfigError",
+                "rows by TCP are to be encrypted, which OpenSSL 3 of the system does, and it cannot be loaded (" +
+                    std::string(why == nullptr ? name : why) +
+                    "); install it: 'apt install libssl3' (Debian, Ubuntu), 'dnf install openssl-libs' (Fedora, RHEL)");
   };
 #define GEARTRAIN_LOAD(result, name, arguments) name = reinterpret_cast<result(*) arguments>(found(#name));
   GEARTRAIN_OF_OPENSSL(GEARTRAIN_LOAD)
@@ -183,12 +187,15 @@ OpenSsl::OpenSsl() {
   OPENSSL_init_ssl(kNoAtExit, nullptr);
   context = SSL_CTX_new(TLS_method());
   socket = BIO_meth_new(0x0400, "geartrain");  // a source and sink
-  const bool is_good = context != nullptr && socket != nullptr && BIO_meth_set_write(socket, TlsCallbacks::write) == 1 &&
-                       BIO_meth_set_read(socket, TlsCallbacks::read) == 1 && BIO_meth_set_ctrl(socket, TlsCallbacks::control) == 1 &&
-                       SSL_CTX_ctrl(context, kSetLeastVersion, kTls13, nullptr) == 1 &&
-                       SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 &&
-                       SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_num_tickets(context, 0) == 1;
-  if (!is_good) throw Fault("ConfigError", "OpenSSL of this system cannot do TLS 1.3 with AES-128-GCM: its configuration may forbid that");
+  const bool is_good =
+      context != nullptr && socket != nullptr && BIO_meth_set_write(socket, TlsCallbacks::write) == 1 &&
+      BIO_meth_set_read(socket, TlsCallbacks::read) == 1 && BIO_meth_set_ctrl(socket, TlsCallbacks::control) == 1 &&
+      SSL_CTX_ctrl(context, kSetLeastVersion, kTls13, nullptr) == 1 &&
+      SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 &&
+      SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_num_tickets(context, 0) == 1;
+  if (!is_good)
+    throw Fault("ConfigError",
+                "OpenSSL of this system cannot do TLS 1.3 with AES-128-GCM: its configuration may forbid that");
   char groups[] = "X25519:P-256";
   SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // if it fails, the system's preference applies
   SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
@@ -205,24 +212,24 @@ OpenSsl::OpenSsl() {
 
 void Tls::load() { openssl(); }
 
-std::unique_ptr<Tls> Tls::client(int socket, std::string secret, size_t most_records) {
-  std::unique_ptr<Tls> made(new Tls(socket, std::move(secret), nullptr, most_records));
+std::unique_ptr<Tls> Tls::client(int socket, std::string secret, size_t max_records) {
+  std::unique_ptr<Tls> made(new Tls(socket, std::move(secret), nullptr, max_records));
   openssl().SSL_set_connect_state(made->ssl_);
   openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // no certificate is accepted
   return made;
 }
 
 std::unique_ptr<Tls> Tls::server(int socket, Find find) {
-  std::unique_ptr<Tls> made(new Tls(socket, {}, std::move(find), kMostRecords));
+  std::unique_ptr<Tls> made(new Tls(socket, {}, std::move(find), kMaxRecords));
   openssl().SSL_set_accept_state(made->ssl_);
   return made;
 }
 
-Tls::Tls(int socket, std::string secret, Find find, size_t most_records)
+Tls::Tls(int socket, std::string secret, Find find, size_t max_records)
     : socket_(socket),
       secret_(std::move(secret)),
       find_(std::move(find)),
-      most_records_(most_records),
+      max_records_(max_records),
       generation_(fork_generation()),
       ssl_(openssl().SSL_new(openssl().context)) {
   const OpenSsl& o = openssl();
@@ -258,14 +265,14 @@ int Tls::flush() {
   }
   sent_ = 0;
   out_.clear();
-  if (out_.capacity() > kMostKept) out_.shrink_to_fit();
+  if (out_.capacity() > kMaxKept) out_.shrink_to_fit();
   return 0;
 }
 
 bool Tls::shake_hands() {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
-  reads_left_ = kMostReads;
+  reads_left_ = kMaxReads;
   const int result = o.SSL_do_handshake(ssl_);
   flush();
   if (!is_done(result)) return false;
@@ -278,7 +285,7 @@ size_t Tls::read(char* to, size_t most_bytes) {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
   size_t bytes = 0;
-  reads_left_ = kMostReads;
+  reads_left_ = kMaxReads;
   const int result = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
   has_buffered_ = result == 1 && o.SSL_has_pending(ssl_) == 1;
   flush();  // the input may have requested an answer
@@ -289,24 +296,24 @@ size_t Tls::write(const char* from, size_t bytes) {
   const std::lock_guard lock(mutex_);
   if (const int error = flush()) throw std::system_error(error, std::generic_category(), "send");
   if (out_.empty() && told_ == taken_) {
-    encrypt(from, std::min(bytes, kMostAtOnce));
+    encrypt(from, std::min(bytes, kMaxAtOnce));
     flush();
   }
-  const size_t unsent = (out_.size() - sent_ + kMostRecordBytes - 1) / kMostRecordBytes * kRecordBytes;
+  const size_t unsent = (out_.size() - sent_ + kMaxRecordBytes - 1) / kMaxRecordBytes * kRecordBytes;
   const size_t done = std::max(taken_, told_ + unsent) - unsent;
   return done - std::exchange(told_, done);
 }
 
 void Tls::encrypt(const char* from, size_t bytes) {
   const OpenSsl& o = openssl();
-  out_.reserve(bytes + (bytes / kRecordBytes + 2) * (kMostRecordBytes - kRecordBytes));
+  out_.reserve(bytes + (bytes / kRecordBytes + 2) * (kMaxRecordBytes - kRecordBytes));
   taken_ = told_ = 0;
   while (taken_ < bytes) {
     size_t taken = 0;
     if (!is_done(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken)))
       throw std::runtime_error("TLS: the other end has begun a message and does not end it");
     taken_ += taken;
-    if (++num_records_ % most_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
+    if (++num_records_ % max_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
   }
 }
 

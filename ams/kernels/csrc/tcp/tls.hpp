@@ -25,13 +25,13 @@ class Tls {
   // Returns the secret that begins with these bytes, or an empty string. Called in shake_hands().
   using Find = std::function<std::string(std::string_view name)>;
   // Most records under one key of AES-GCM: RFC 8446 section 5.5 allows 2^24.5.
-  static constexpr size_t kMostRecords = size_t{1} << 23;
+  static constexpr size_t kMaxRecords = size_t{1} << 23;
 
   // Throws the Fault ConfigError unless OpenSSL 3 is installed.
   static void load();
   // Makes one end of a connection over `socket`, which stays the caller's. Throws as load() does, and
   // std::runtime_error.
-  static std::unique_ptr<Tls> client(int socket, std::string secret, size_t most_records = kMostRecords);
+  static std::unique_ptr<Tls> client(int socket, std::string secret, size_t max_records = kMaxRecords);
   static std::unique_ptr<Tls> server(int socket, Find find);
   ~Tls();
 
@@ -47,7 +47,7 @@ class Tls {
 
  private:
   friend struct TlsCallbacks;
-  Tls(int socket, std::string secret, Find find, size_t most_records);
+  Tls(int socket, std::string secret, Find find, size_t max_records);
   bool is_done(int result);
   void encrypt(const char* from, size_t bytes);
   int flush();
@@ -55,12 +55,13 @@ class Tls {
   const int socket_;
   const std::string secret_;  // client's
   const Find find_;           // server's
-  const size_t most_records_;
+  const size_t max_records_;
   const uint64_t generation_;
   std::mutex mutex_;
   ssl_st* ssl_;
   bool is_waiting_ = false;  // OpenSSL wanted input, and there was none
-  int reads_left_ = 0;       // bounds the reads of one call: a peer could send only records that OpenSSL keeps to itself
+  // bounds the reads of one call: a peer could send only records that OpenSSL keeps to itself
+  int reads_left_ = 0;
   size_t num_records_ = 0;   // encrypted
   // Encrypted bytes to be sent, several records at once: a system call takes longer than a record does. The number of
   // their plain bytes, and how many of those write() has reported as written.

@@ -10,7 +10,7 @@
 namespace geartrain {
 namespace {
 
-constexpr int kMostCounters = 16;  // Philox blocks computed side by side; each yields four columns
+constexpr int kMaxCounters = 16;  // Philox blocks computed side by side; each yields four columns
 constexpr double kWordUnit = 0x1p-32;
 constexpr double kLargestNormal = 6.5;    // inverse_cdf(2^-33) = -6.34
 
@@ -19,7 +19,7 @@ template <int kCounters>
 GEARTRAIN_INLINE void philox(uint32_t* __restrict words, uint64_t seed, int64_t id, uint32_t first_counter,
                              uint32_t table_hash) {
   // Many are faster in lanes of 64 bits, which need no packing after a product; a few are not.
-  using Lane = std::conditional_t<kCounters == kMostCounters, uint64_t, uint32_t>;
+  using Lane = std::conditional_t<kCounters == kMaxCounters, uint64_t, uint32_t>;
   constexpr uint32_t kLow = 0xFFFFFFFFu;
   Lane x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
   for (int lane = 0; lane < kCounters; ++lane) {
@@ -148,7 +148,8 @@ float largest_below(double high, double low) {
 
 // Columns from `column` on, as many as the counters yield, but below `dim`.
 template <int kCounters>
-GEARTRAIN_INLINE void fill_columns(float* out, int64_t column, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
+GEARTRAIN_INLINE void fill_columns(float* out, int64_t column, int64_t dim, int64_t id, const InitialValues& values,
+                                   float below_high) {
   constexpr int kColumns = 4 * kCounters;
   uint32_t words[kColumns];
   float block[kColumns];
@@ -161,14 +162,15 @@ GEARTRAIN_INLINE void fill_columns(float* out, int64_t column, int64_t dim, int6
 }
 
 GEARTRAIN_INLINE void fill_random(float* out, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
-  constexpr int64_t kWide = 4 * kMostCounters;
+  constexpr int64_t kWide = 4 * kMaxCounters;
   int64_t column = 0;
-  for (; dim - column > kWide / 2; column += kWide) fill_columns<kMostCounters>(out, column, dim, id, values, below_high);
+  for (; dim - column > kWide / 2; column += kWide)
+    fill_columns<kMaxCounters>(out, column, dim, id, values, below_high);
   // Rows of embeddings are narrow, and so are the ends of wider rows.
   if (dim - column > kWide / 4)
-    fill_columns<kMostCounters / 2>(out, column, dim, id, values, below_high);
+    fill_columns<kMaxCounters / 2>(out, column, dim, id, values, below_high);
   else if (dim > column)
-    fill_columns<kMostCounters / 4>(out, column, dim, id, values, below_high);
+    fill_columns<kMaxCounters / 4>(out, column, dim, id, values, below_high);
 }
 
 void fill_with(Isa isa, float* out, int64_t dim, int64_t id, const InitialValues& values, float below_high) {

@@ -72,8 +72,8 @@ GEARTRAIN_INLINE void add_body(float* __restrict out, const float* __restrict in
   for (size_t i = 0; i < count; ++i) out[i] += in[i];
 }
 
-GEARTRAIN_INLINE Ranges add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient, size_t count,
-                                      PushFactors push) {
+GEARTRAIN_INLINE Ranges add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient,
+                                      size_t count, PushFactors push) {
   Largest largest_row, largest_slot;
   for (size_t i = 0; i < count; ++i) {
     const float direction = gradient[i] * push.scale;

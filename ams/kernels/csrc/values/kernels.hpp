@@ -29,7 +29,8 @@ struct Kernels {
   // types.
   void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
   // Applies them to the row alone.
-  void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
+  void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed,
+                   Ranges ranges);
   // Adds another gradient of a step that was already applied:  d = gradient * scale;  v += d;  w -= lr * d. Returns the
   // largest magnitudes.
   Ranges (*add_late)(float* row, float* slot, const float* gradient, size_t count, PushFactors push);

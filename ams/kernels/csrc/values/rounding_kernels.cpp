@@ -93,7 +93,8 @@ class RowDraws {
       : key0_(static_cast<uint32_t>(draw.key)),
         key1_(static_cast<uint32_t>(draw.key >> 32)),
         first3_(static_cast<uint32_t>(draw.part) << 16) {
-    const uint32_t x0 = static_cast<uint32_t>(draw.id), x1 = static_cast<uint32_t>(static_cast<uint64_t>(draw.id) >> 32);
+    const uint32_t x0 = static_cast<uint32_t>(draw.id),
+                   x1 = static_cast<uint32_t>(static_cast<uint64_t>(draw.id) >> 32);
     const uint32_t x2 = static_cast<uint32_t>(draw.number);
     const uint32_t one0 = high_product(kMultiplier1, x2) ^ x1 ^ key0_;  // word 0 after one round, …
     one1_ = low_product(kMultiplier1, x2) ^ (key0_ + kAdded0);
@@ -113,7 +114,8 @@ class RowDraws {
     const Words multiplier0 = all(kMultiplier0), multiplier1 = all(kMultiplier1), order = load(kOrder), none = all(0);
     Words x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
     for (int block = 0; block < kBlocks; ++block) {
-      const uint32_t counter = first3_ + static_cast<uint32_t>(column / kColumns) + static_cast<uint32_t>(block * kLanes);
+      const uint32_t counter =
+          first3_ + static_cast<uint32_t>(column / kColumns) + static_cast<uint32_t>(block * kLanes);
       // The counters of a block begin at a multiple of its size: their lowest bits are the lane's.
       const Words product1 = times(mix(all(one2_), all(counter), order), multiplier1);
       const Words product0 = times(mix(high(product1), all(one1_), none), multiplier0);
@@ -148,8 +150,8 @@ class RowDraws {
 
 // Rounds `count` values by as many random draws.
 template <DType dtype>
-[[gnu::always_inline]] inline void round_values(uint16_t* __restrict out, const float* __restrict in, const uint16_t* __restrict draws,
-                                                size_t count) {
+[[gnu::always_inline]] inline void round_values(uint16_t* __restrict out, const float* __restrict in,
+                                                const uint16_t* __restrict draws, size_t count) {
   constexpr bool is_float16 = dtype == DType::float16;
   int32_t largest = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -165,7 +167,8 @@ template <DType dtype>
 template <DType dtype>
 void store(uint16_t* __restrict out, const float* __restrict in, size_t count, const Draw& draw) {
   constexpr size_t kWide = 64, kNarrow = kColumns * kLanes > 16 ? kColumns * kLanes : 16;
-  constexpr int kWideBlocks = static_cast<int>(kWide / kColumns) / kLanes, kNarrowBlocks = static_cast<int>(kNarrow / kColumns) / kLanes;
+  constexpr int kWideBlocks = static_cast<int>(kWide / kColumns) / kLanes,
+                kNarrowBlocks = static_cast<int>(kNarrow / kColumns) / kLanes;
   const RowDraws draws(draw);
   uint16_t bits[kWide];
   size_t column = 0;

@@ -29,9 +29,10 @@ int64_t number_of(const Numbers& numbers, std::string_view name) {
 }
 
 Fault superseded(std::string_view name, int64_t incarnation, std::string_view job, int64_t current) {
-  const std::string by = job == name ? std::to_string(current) : "incarnation " + std::to_string(current) + " of " + quoted(job);
-  return {"StaleClient", "incarnation " + std::to_string(incarnation) + " of stream " + quoted(name) + " was superseded by " + by +
-                             ": another process writes in its place; stop this one"};
+  const std::string by =
+      job == name ? std::to_string(current) : "incarnation " + std::to_string(current) + " of " + quoted(job);
+  return {"StaleClient", "incarnation " + std::to_string(incarnation) + " of stream " + quoted(name) +
+                             " was superseded by " + by + ": another process writes in its place; stop this one"};
 }
 
 std::string named(const CallContext& context) {
@@ -50,12 +51,14 @@ CompletedWrites::CompletedWrites(size_t max_streams, size_t max_forgotten)
 bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   const int64_t sequence = context.sequence;
   if (context.stream.empty() || sequence < 1)
-    throw Fault("InvalidArgument", "a write needs a stream and a sequence >= 1 (stream " + quoted(context.stream) + ", sequence " +
-                                       std::to_string(sequence) + "): they are what makes a retry apply once");
-  for (const auto& [name, number] : {std::pair("sequence", sequence), {"oldest_unacknowledged", context.oldest_unacknowledged}})
-    if (number > kMostChosen)
-      throw Fault("InvalidArgument", std::string(name) + " of stream " + quoted(context.stream) + " is " + std::to_string(number) +
-                                         "; it must be at most 2^62: number writes from 1");
+    throw Fault("InvalidArgument", "a write needs a stream and a sequence >= 1 (stream " + quoted(context.stream) +
+                                       ", sequence " + std::to_string(sequence) +
+                                       "): they are what makes a retry apply once");
+  for (const auto& [name, number] :
+       {std::pair("sequence", sequence), {"oldest_unacknowledged", context.oldest_unacknowledged}})
+    if (number > kMaxChosen)
+      throw Fault("InvalidArgument", std::string(name) + " of stream " + quoted(context.stream) + " is " +
+                                         std::to_string(number) + "; it must be at most 2^62: number writes from 1");
   require_possible("stream " + quoted(context.stream), context.incarnation);
   Streams::Entry& entry = current(context);
   Stream& stream = entry.value;
@@ -65,8 +68,9 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
                                    std::to_string(stream.oldest_unacknowledged) + "); number writes upwards");
   if (const auto found = stream.done.find(sequence); found != stream.done.end()) {
     if (found->second.table->is_dropped)
-      throw Fault("StaleClient",
-                  named(context) + " was applied to a table that was dropped since; number writes upwards, or " + kBeginAnew);
+      throw Fault(
+          "StaleClient",
+          named(context) + " was applied to a table that was dropped since; number writes upwards, or " + kBeginAnew);
     completion(Done{.created = found->second.created, .duplicate = true});
     return false;
   }
@@ -76,7 +80,8 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   }
   if (sequence - kWriteWindow >= std::max<int64_t>(stream.oldest_unacknowledged, 1))
     throw Fault("InvalidArgument", named(context) + " is more than " + std::to_string(kWriteWindow) +
-                                       " ahead of the oldest unacknowledged write (" + std::to_string(stream.oldest_unacknowledged) +
+                                       " ahead of the oldest unacknowledged write (" +
+                                       std::to_string(stream.oldest_unacknowledged) +
                                        "); acknowledge writes as replies arrive");
   std::map<int64_t, Applied> mark;
   mark.try_emplace(sequence);
@@ -120,8 +125,8 @@ void CompletedWrites::dropped(std::string_view table) {
 
 void CompletedWrites::fence(const std::string& job, int64_t incarnation, bool forget) {
   if (job.empty() || incarnation < 1)
-    throw Fault("InvalidArgument",
-                "a fence needs a job and an incarnation >= 1 (job " + quoted(job) + ", " + std::to_string(incarnation) + ")");
+    throw Fault("InvalidArgument", "a fence needs a job and an incarnation >= 1 (job " + quoted(job) + ", " +
+                                       std::to_string(incarnation) + ")");
   require_possible("job " + quoted(job), incarnation);
   require_current(job, incarnation);
   fences_[job] = incarnation;
@@ -137,7 +142,7 @@ void CompletedWrites::fence(const std::string& job, int64_t incarnation, bool fo
 }
 
 bool CompletedWrites::is_possible(int64_t incarnation) const {
-  return incarnation <= std::max<int64_t>(kMostChosen, given_) + kGivenSince;
+  return incarnation <= std::max<int64_t>(kMaxChosen, given_) + kGivenSince;
 }
 
 void CompletedWrites::require_possible(const std::string& of_whom, int64_t incarnation) const {
@@ -166,7 +171,7 @@ std::vector<HeldStream> CompletedWrites::streams(const std::vector<std::string>&
 }
 
 void CompletedWrites::restore(const std::string& name, StreamWrites marked, const std::vector<std::string>& tables) {
-  if (!is_possible(marked.incarnation) || marked.oldest_unacknowledged > kMostChosen) return;
+  if (!is_possible(marked.incarnation) || marked.oldest_unacknowledged > kMaxChosen) return;
   int64_t begun = 0;
   for_each_job(name, [&](std::string_view job) { begun = std::max(begun, number_of(forgotten_, job)); });
   if (begun != 0) marked.incarnation = std::min(marked.incarnation, begun);
@@ -188,10 +193,11 @@ void CompletedWrites::restore(const std::string& name, StreamWrites marked, cons
 CompletedWrites::Streams::Entry& CompletedWrites::current(const CallContext& context) {
   require_current(context.stream, context.incarnation);
   if (forgotten_streams_.size() != 0 && forgotten_streams_.find(context.stream) != nullptr)
-    throw Fault("StaleClient", "stream " + quoted(context.stream) + " wrote nothing here while " + std::to_string(max_streams_) +
-                                   " others did, so that it is not known any more which of its writes are repetitions; connect "
-                                   "anew, or " +
-                                   kBeginAnew);
+    throw Fault("StaleClient",
+                "stream " + quoted(context.stream) + " wrote nothing here while " + std::to_string(max_streams_) +
+                    " others did, so that it is not known any more which of its writes are repetitions; connect "
+                    "anew, or " +
+                    kBeginAnew);
   Streams::Entry* known = streams_.find(context.stream);
   Streams::Entry& entry = known != nullptr ? *known : begin(context.stream);
   streams_.touch(entry);
@@ -235,7 +241,8 @@ std::shared_ptr<const CompletedWrites::Table> CompletedWrites::table_of(std::str
 void CompletedWrites::require_current(const std::string& name, int64_t incarnation) const {
   if (fences_.empty()) return;
   for_each_job(name, [&](std::string_view job) {
-    if (const int64_t lowest = number_of(fences_, job); incarnation < lowest) throw superseded(name, incarnation, job, lowest);
+    if (const int64_t lowest = number_of(fences_, job); incarnation < lowest)
+      throw superseded(name, incarnation, job, lowest);
   });
 }
 

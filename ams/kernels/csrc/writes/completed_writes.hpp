@@ -141,7 +141,8 @@ class CompletedWrites {
   RecencyMap<int64_t> forgotten_streams_;  // their last incarnation
   ByName<std::shared_ptr<Table>> tables_;
   ByName<int64_t> fences_;     // lowest incarnation that may write, by job
-  ByName<int64_t> forgotten_;  // incarnation below which the writes of a job were forgotten last: a repeated fence must spare those
+  // incarnation below which the writes of a job were forgotten last: a repeated fence must spare those
+  ByName<int64_t> forgotten_;
                                // restored since
   std::atomic<int64_t> highest_incarnation_{0}, given_{0};
 };

@@ -47,7 +47,8 @@ void Lease::look(double now) {
   ran_ = std::max(ran_, now);
   if (!refusal_ && gap > seconds_ / 2 && now > began_ + seconds_)
     refusal_ = "shard " + std::to_string(shard_) + " was stopped for " + fixed_point(gap, 1) + " s and its lease of " +
-               six_digits(seconds_) + " s ran out meanwhile; it asks the scheduler first whether another process holds the shard now";
+               six_digits(seconds_) +
+               " s ran out meanwhile; it asks the scheduler first whether another process holds the shard now";
 }
 
 }  // namespace geartrain

@@ -87,7 +87,8 @@ Fingerprint fingerprint_of(const RankWrite& write) {
     add(told, name);
     add(told, value);
   }
-  if (push.batch.step) add(told, static_cast<uint64_t>(*push.batch.step));  // not the time: a restarted rank has another
+  // not the time: a restarted rank has another
+  if (push.batch.step) add(told, static_cast<uint64_t>(*push.batch.step));
   Fingerprint begin = murmur3(told.data(), told.size());
   if (write.hosted != nullptr) return write.hosted->fingerprint(begin);
   if (push.batch.occurrences != nullptr)
@@ -97,7 +98,8 @@ Fingerprint fingerprint_of(const RankWrite& write) {
 }
 
 bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& writes) {
-  const auto hosted = std::count_if(writes.begin(), writes.end(), [](const RankWrite* write) { return write->hosted != nullptr; });
+  const auto hosted =
+      std::count_if(writes.begin(), writes.end(), [](const RankWrite* write) { return write->hosted != nullptr; });
   if (hosted != 0 && hosted != static_cast<int64_t>(writes.size()))
     throw Fault("StepMismatch", "some ranks push gradients to table " + quoted(table) +
                                     ", others update it by a hosted model; give all ranks of a head the same rows=");
@@ -138,7 +140,8 @@ JointPush joint_push(const std::vector<const RankWrite*>& writes, bool counts_oc
     joint.occurrences.resize(joint.ids.size());
     const int64_t* place = places.data();
     for (const RankWrite* write : writes)
-      for (int64_t i = 0; i < write->push.count; ++i) add_occurrences(joint.occurrences[static_cast<size_t>(*place++)], write->push.batch.occurrences_of(i));
+      for (int64_t i = 0; i < write->push.count; ++i)
+        add_occurrences(joint.occurrences[static_cast<size_t>(*place++)], write->push.batch.occurrences_of(i));
   }
   joint.push.batch.occurrences = counts_occurrences ? joint.occurrences.data() : nullptr;
   for (const RankWrite* write : writes) {

@@ -17,7 +17,9 @@ namespace geartrain {
 // Keyed, so that a client cannot choose names that collide.
 struct NameHash {
   using is_transparent = void;
-  size_t operator()(std::string_view name) const { return murmur3(name.data(), name.size(), {hash_seed, hash_seed}).low; }
+  size_t operator()(std::string_view name) const {
+    return murmur3(name.data(), name.size(), {hash_seed, hash_seed}).low;
+  }
 };
 
 template <class Value>

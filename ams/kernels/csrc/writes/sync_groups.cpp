@@ -19,7 +19,9 @@ std::string key_of(std::string_view table, std::string_view job) {
 
 const SyncGroup& member_of(const RankWrite& write) { return *write.push.group; }
 
-std::string rank_of(const SyncGroup& member) { return "rank " + std::to_string(member.rank) + " of job " + quoted(member.job); }
+std::string rank_of(const SyncGroup& member) {
+  return "rank " + std::to_string(member.rank) + " of job " + quoted(member.job);
+}
 
 // Returns the optimizer's numbers that a write replaces.
 Numbers numbers_of(const PushRequest& push) {
@@ -39,7 +41,8 @@ std::string shown_of(const Numbers& numbers, const std::vector<std::string>& nam
   std::string text;
   for (const std::string& name : names) {
     const std::optional<double>* value = found_in(numbers, name);
-    text += (text.empty() ? "" : ", ") + name + " " + (value != nullptr && *value ? shown(**value) : "that of the table");
+    text +=
+        (text.empty() ? "" : ", ") + name + " " + (value != nullptr && *value ? shown(**value) : "that of the table");
   }
   return text;
 }
@@ -54,8 +57,9 @@ void require_equal_numbers(const PushRequest& mine, const PushRequest& its) {
       if (differ && std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   if (!names.empty())
-    throw Fault("StepMismatch", rank_of(*mine.group) + " pushes with " + shown_of(here, names) + ", another rank with " +
-                                    shown_of(there, names) + "; all ranks of a step must agree");
+    throw Fault("StepMismatch", rank_of(*mine.group) + " pushes with " + shown_of(here, names) +
+                                    ", another rank with " + shown_of(there, names) +
+                                    "; all ranks of a step must agree");
 }
 
 void require_equal_pieces(const std::string& table, const PushRequest& mine, const PushRequest& its) {
@@ -68,35 +72,41 @@ void require_equal_pieces(const std::string& table, const PushRequest& mine, con
 
 void require_rank(const SyncGroup& member) {
   if (member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
-    throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " + std::to_string(member.world_size) +
-                                       " is not a rank of a group");
-  if (member.sequence < 1 || member.sequence > kMostChosen)
+    throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " +
+                                       std::to_string(member.world_size) + " is not a rank of a group");
+  if (member.sequence < 1 || member.sequence > kMaxChosen)
     throw Fault("InvalidArgument", "sequence " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
                                        " must lie in [1, 2^62]");
 }
 
 void require_at_step(const std::string& table, const SyncGroup& member, int64_t next_sequence) {
   if (member.sequence != next_sequence)
-    throw Fault("StepMismatch", rank_of(member) + " is at step " + std::to_string(member.sequence) + " of table " + quoted(table) +
-                                    ", its group at " + std::to_string(next_sequence) +
+    throw Fault("StepMismatch", rank_of(member) + " is at step " + std::to_string(member.sequence) + " of table " +
+                                    quoted(table) + ", its group at " + std::to_string(next_sequence) +
                                     "; restart all ranks from the same state");
 }
 
 Fault replaced(const std::string& table, const SyncGroup& member) {
-  return {"StepMismatch", rank_of(member) + " pushed step " + std::to_string(member.sequence) + " of table " + quoted(table) +
-                              " once more while this push of it waited, and that one counts; if this one was not given up, another "
-                              "process runs as the same rank: stop one of them"};
+  return {"StepMismatch",
+          rank_of(member) + " pushed step " + std::to_string(member.sequence) + " of table " + quoted(table) +
+              " once more while this push of it waited, and that one counts; if this one was not given up, another "
+              "process runs as the same rank: stop one of them"};
 }
 
 Fault taken_over(const std::string& job, int64_t incarnation) {
-  return {"StaleClient", "incarnation " + std::to_string(incarnation) + " of " + quoted(job) +
-                             " took over while this push waited for its sync group; nothing of it was applied here; stop this process"};
+  return {
+      "StaleClient",
+      "incarnation " + std::to_string(incarnation) + " of " + quoted(job) +
+          " took over while this push waited for its sync group; nothing of it was applied here; stop this process"};
 }
 
 }  // namespace
 
 SyncGroups::SyncGroups(double timeout_seconds, Clock clock, size_t max_groups, size_t max_waiting_bytes)
-    : timeout_seconds_(timeout_seconds), clock_(std::move(clock)), max_groups_(max_groups), max_waiting_bytes_(max_waiting_bytes) {}
+    : timeout_seconds_(timeout_seconds),
+      clock_(std::move(clock)),
+      max_groups_(max_groups),
+      max_waiting_bytes_(max_waiting_bytes) {}
 
 bool SyncGroups::is_applied(const std::string& table, const RankWrite& write) {
   const SyncGroup& member = member_of(write);
@@ -106,7 +116,8 @@ bool SyncGroups::is_applied(const std::string& table, const RankWrite& write) {
     return false;
   }
   // Another shard that refused the step would apply different gradients: the table would hold half of each.
-  if (const auto before = its.applied.find(member.rank); before != its.applied.end() && before->second && *before->second != fingerprint_of(write))
+  if (const auto before = its.applied.find(member.rank);
+      before != its.applied.end() && before->second && *before->second != fingerprint_of(write))
     throw Fault("StepMismatch", "step " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
                                     " was applied to table " + quoted(table) + " here with other gradients of rank " +
                                     std::to_string(member.rank) + "; restart all ranks from their last snapshot");
@@ -118,7 +129,8 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
   Groups::Entry& entry = group(table, member);
   Group& its = entry.value;
   const auto mine = its.waiting.find(member.rank);
-  const auto other = std::find_if(its.waiting.begin(), its.waiting.end(), [&](const auto& part) { return part.first != member.rank; });
+  const auto other =
+      std::find_if(its.waiting.begin(), its.waiting.end(), [&](const auto& part) { return part.first != member.rank; });
   if (other != its.waiting.end()) {
     require_equal_numbers(write.push, other->second.write.push);
     require_equal_pieces(table, write.push, other->second.write.push);
@@ -143,19 +155,21 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
 
 // Reserves memory for a waiting part of a rank, until its last owner is destroyed.
 std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group, int64_t rank) {
-  const size_t most =
-      max_waiting_bytes_ != 0 ? max_waiting_bytes_ : std::max(kLeastWaitingBytes, static_cast<size_t>(memory_limit()) / 8);
+  const size_t most = max_waiting_bytes_ != 0 ? max_waiting_bytes_
+                                              : std::max(kMinWaitingBytes, static_cast<size_t>(memory_limit()) / 8);
   const auto mine = group.waiting.find(rank);
   const size_t all = *waiting_bytes_ + bytes - (mine == group.waiting.end() ? 0 : mine->second.bytes);
   if (all > most) {
     size_t of_group = bytes;
     for (const auto& [other, part] : group.waiting) of_group += other == rank ? 0 : part.bytes;
     const auto say = [&](size_t taken) {
-      return std::to_string(taken) + " bytes of ranks that wait for others; a shard keeps at most " + std::to_string(most);
+      return std::to_string(taken) + " bytes of ranks that wait for others; a shard keeps at most " +
+             std::to_string(most);
     };
     if (of_group > most)
-      throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) + " needs room for " +
-                                         say(of_group) + ". Push fewer rows in a step, or add shards");
+      throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) +
+                                         " needs room for " + say(of_group) +
+                                         ". Push fewer rows in a step, or add shards");
     // The step that has waited longest is admitted: otherwise parts of many tables, each of which lacks another rank's,
     // would wait for ever.
     if (&groups_.first_held()->value != &group)
@@ -184,11 +198,14 @@ SyncGroups::Parts SyncGroups::abandon(Groups::Entry& entry) noexcept {
 }
 
 void SyncGroups::require_step(const std::string& table, const SyncGroup& member) {
-  if (groups_.find(key_of(table, member.job)) != nullptr) require_at_step(table, member, group(table, member).value.next_sequence);
+  if (groups_.find(key_of(table, member.job)) != nullptr)
+    require_at_step(table, member, group(table, member).value.next_sequence);
 }
 
 std::vector<RefusedPart> SyncGroups::fence(const std::string& job, int64_t incarnation, bool forget) {
-  const auto is_past = [&](const std::string& stream, int64_t its) { return its < incarnation && belongs_to(stream, job); };
+  const auto is_past = [&](const std::string& stream, int64_t its) {
+    return its < incarnation && belongs_to(stream, job);
+  };
   std::vector<RefusedPart> dropped;
   groups_.for_each([&](Groups::Entry& entry) {
     Group& its = entry.value;
@@ -235,8 +252,9 @@ std::vector<GroupStep> SyncGroups::steps() const {
 
 void SyncGroups::restore(const GroupStep& step) {
   const std::string key = key_of(step.table, step.job);
-  if (step.next_sequence > kMostChosen || groups_.find(key) != nullptr) return;
-  if (Groups::Entry* past = forgotten_.find(key); past != nullptr) forgotten_.erase(*past);  // rows are now as of this step
+  if (step.next_sequence > kMaxChosen || groups_.find(key) != nullptr) return;
+  // rows are now as of this step
+  if (Groups::Entry* past = forgotten_.find(key); past != nullptr) forgotten_.erase(*past);
   begin({.table = step.table, .job = step.job, .world_size = step.world_size, .next_sequence = step.next_sequence});
 }
 
@@ -249,7 +267,8 @@ std::vector<RefusedPart> SyncGroups::expire() {
   std::vector<RefusedPart> expired;
   if (groups_.first_held() == nullptr) return expired;
   const double now = clock_();
-  for (Groups::Entry* first = groups_.first_held(); first != nullptr && first->value.deadline <= now; first = groups_.first_held()) {
+  for (Groups::Entry* first = groups_.first_held(); first != nullptr && first->value.deadline <= now;
+       first = groups_.first_held()) {
     const Fault fault = missing(first->value);
     for (const auto& [rank, part] : first->value.waiting) expired.push_back({part.context, fault});
     abandon(*first);
@@ -261,17 +280,19 @@ SyncGroups::Groups::Entry& SyncGroups::group(const std::string& table, const Syn
   require_rank(member);
   const std::string key = key_of(table, member.job);
   if (forgotten_.find(key) != nullptr)
-    throw Fault("StepMismatch", "job " + quoted(member.job) + " pushed nothing to table " + quoted(table) + " while " +
-                                    std::to_string(max_groups_) +
-                                    " other groups did, so that its step is not known here any more; start all ranks anew from "
-                                    "their last snapshot, under a new job name");
+    throw Fault("StepMismatch",
+                "job " + quoted(member.job) + " pushed nothing to table " + quoted(table) + " while " +
+                    std::to_string(max_groups_) +
+                    " other groups did, so that its step is not known here any more; start all ranks anew from "
+                    "their last snapshot, under a new job name");
   Groups::Entry* known = groups_.find(key);
   if (known == nullptr)
-    known = &begin({.table = table, .job = member.job, .world_size = member.world_size, .next_sequence = member.sequence});
+    known =
+        &begin({.table = table, .job = member.job, .world_size = member.world_size, .next_sequence = member.sequence});
   groups_.touch(*known);
   if (known->value.world_size != member.world_size)
-    throw Fault("StepMismatch", rank_of(member) + " trusts in " + std::to_string(member.world_size) + " ranks, the group has " +
-                                    std::to_string(known->value.world_size) +
+    throw Fault("StepMismatch", rank_of(member) + " trusts in " + std::to_string(member.world_size) +
+                                    " ranks, the group has " + std::to_string(known->value.world_size) +
                                     "; start a new job name after changing the number of workers");
   return *known;
 }
@@ -294,10 +315,11 @@ Fault SyncGroups::missing(const Group& group) const {
   std::string ranks;
   for (int64_t rank = 0; rank < group.world_size; ++rank)
     if (!group.waiting.contains(rank)) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-  return {"RankMissing", "ranks [" + ranks + "] of job " + quoted(group.job) + " did not push step " +
-                             std::to_string(group.next_sequence) + " of table " + quoted(group.table) + " within " +
-                             six_digits(timeout_seconds_) +
-                             " s; nothing of the step was applied here. Is the rank alive? (server setting sync_timeout_seconds)"};
+  return {"RankMissing",
+          "ranks [" + ranks + "] of job " + quoted(group.job) + " did not push step " +
+              std::to_string(group.next_sequence) + " of table " + quoted(group.table) + " within " +
+              six_digits(timeout_seconds_) +
+              " s; nothing of the step was applied here. Is the rank alive? (server setting sync_timeout_seconds)"};
 }
 
 }  // namespace geartrain

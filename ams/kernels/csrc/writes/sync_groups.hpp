@@ -22,7 +22,7 @@ inline constexpr int64_t kMaxWorldSize = 65'536;
 inline constexpr size_t kMaxGroups = 4096;
 // Least memory limit of waiting parts: a server with more memory for rows gives them an eighth of that. The step that
 // has waited longest may use as much again, so that it ends.
-inline constexpr size_t kLeastWaitingBytes = size_t{1} << 30;
+inline constexpr size_t kMinWaitingBytes = size_t{1} << 30;
 
 // Step of a group, as snapshots store it.
 struct GroupStep {

@@ -9,7 +9,7 @@ from torch import Tensor
 from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, checked_wire_dtype
-from geartrain.bridge.head.backends.active_rows import HostActive, add_sampling_offsets
+from geartrain.bridge.head.backends.active_rows import HostActive, add_log_q_correction
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
@@ -110,7 +110,7 @@ class PullBackend(ClusterBackend):
             centers=self.settings.sub_centers,
             looks_for_highest=features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0,
         )
-        add_sampling_offsets(batch, active, all_labels, log2_weight)
+        add_log_q_correction(batch, active, all_labels, log2_weight)
         if (
             self.select.budget(live_classes.num_live_classes) * table.spec.row_bytes
             <= self.settings.config.rows_cache_bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.checks import check_class_ids
+from geartrain.bridge.head.loss.checks import checked_class_ids
 from geartrain.bridge.head.loss.sample_weights import BAD_WEIGHT
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.sample_terms import PreparedLabels, prepare_labels
@@ -116,7 +116,7 @@ class DeviceLabels:
         try:
             if len(wrong := np.flatnonzero(labels == BAD_WEIGHT)):
                 raise InvalidIds(f"the weight at index {int(wrong[0])} is negative or not finite; give one >= 0")
-            check_class_ids(labels, live_classes.num_classes, "label", self._ignored)
+            checked_class_ids(labels, live_classes.num_classes, "label", self._ignored)
             counted = labels if self._ignored is None else labels[labels != self._ignored]
             live_classes.require(counted, "label")
         except InvalidIds as exc:

@@ -77,11 +77,11 @@ def range_rows(row_bytes: int, keep_bytes: int = 0) -> int:
     return max(1, (keep_bytes + RANGE_BYTES) // (max(1, row_bytes) * TILE)) * TILE
 
 
-def _bounds(num: int, most_rows: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of ranges of at most ``most_rows`` of ``num`` rows, in whole tiles: the first is the
+def _bounds(num: int, max_rows: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of ranges of at most ``max_rows`` of ``num`` rows, in whole tiles: the first is the
     remainder, since the last stays for the next pass."""
-    first = -(-(num % most_rows or most_rows) // TILE) * TILE
-    return list(pairwise([0, *range(first, num, most_rows), num])) if num else []
+    first = -(-(num % max_rows or max_rows) // TILE) * TILE
+    return list(pairwise([0, *range(first, num, max_rows), num])) if num else []
 
 
 class FusedPass:
@@ -145,15 +145,15 @@ class FusedPass:
         self._terms = sample_terms(self._head, batch.features_BD, batch.lse2_B, batch.target_weight_B, weights_B)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Most rows of a range."""
         return range_rows(self._row_bytes)
 
-    def ranges(self, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (start, stop, exponentials) of every range of at most ``most_rows`` rows, first the stored one."""
-        bounds = _bounds(self.num_active, most_rows or self._room or self.most_rows)
+    def ranges(self, max_rows: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, exponentials) of every range of at most ``max_rows`` rows, first the stored one."""
+        bounds = _bounds(self.num_active, max_rows or self._room or self.max_rows)
         bounds.sort(key=lambda item: item != self._there)
-        buffer = self._buffer or self._acquire_buffer(most_rows or self.most_rows)
+        buffer = self._buffer or self._acquire_buffer(max_rows or self.max_rows)
         for start, stop in bounds:
             exponentials_NB = buffer.tensor((stop - start, self._batch.size), self._head.dtype)
             if (start, stop) != self._there:
@@ -238,8 +238,8 @@ class FusedGradient:
 
     def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (start, stop, gradients [N, D] float32) of range after range."""
-        most_rows = min(item.most_rows for item in self.passes)
-        for made in zip(*(item.ranges(most_rows) for item in self.passes), strict=True):
+        max_rows = min(item.max_rows for item in self.passes)
+        for made in zip(*(item.ranges(max_rows) for item in self.passes), strict=True):
             total_ND: Tensor | None = None
             for item, factor, (start, stop, exponentials_NB) in zip(self.passes, self.factors, made, strict=True):
                 gradient_ND = item.row_gradients(exponentials_NB, start, stop, factor)

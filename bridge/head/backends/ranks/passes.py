@@ -25,7 +25,7 @@ from torch import Tensor
 from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, add_sampling_offsets
+from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, add_log_q_correction
 from geartrain.bridge.head.backends.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.backends.ranks.fused import FusedGradient, FusedPass
 from geartrain.bridge.head.loss.batch import Batch
@@ -101,7 +101,7 @@ class RankRows:
             return
         if isinstance(active, DeviceActive):
             self._active = active = active.trimmed()
-        add_sampling_offsets(batch, active, numbers_B, log2_weight)
+        add_log_q_correction(batch, active, numbers_B, log2_weight)
         self._pass = pass_for(batch)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
@@ -239,7 +239,7 @@ class RankGradient(FactoredGradient):
     def _parts(self) -> tuple[list[BatchPart], ChunkPass]:
         for place, (factors, weights_B) in enumerate(zip(self._factors, self._weights, strict=True)):
             if factors.chunk_pass is None:
-                add_sampling_offsets(factors.batch, factors.active, factors.positives, factors.log2_weight)
+                add_log_q_correction(factors.batch, factors.active, factors.positives, factors.log2_weight)
                 self._factors[place] = replace(factors, chunk_pass=pass_for(factors.batch, weights_B))
         return super()._parts()
 

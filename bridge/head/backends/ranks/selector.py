@@ -24,7 +24,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.memory_plan import MemoryPart, MemoryPlan, in_step
-from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
+from geartrain.bridge.head.selection.graph_by_neighbour import OwnNeighbours
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, near_on
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for

@@ -15,7 +15,7 @@ from geartrain.bridge.head.loss.margins.angular import COS_LIMIT, turned
 from geartrain.bridge.head.loss.margins.margin import MarginBatch, TargetLogits
 from geartrain.bridge.head.loss.margins.scale import require, require_scale, scale_of
 
-_LEAST_STD = 1e-3
+_MIN_STD = 1e-3
 """Added to the standard deviation, which is 0 where all features are equally long."""
 
 
@@ -60,7 +60,7 @@ class AdaFace:
                 std = std + share * (variance.sqrt() - std)
             mean = mean + share * (of_batch - mean)
             batch.learn(norm_mean=mean, norm_std=std, norm_batches=batches + 1.0)
-        quality_B = ((batch.norms_B - mean) * (self.h / (std + _LEAST_STD))).clamp(-1.0, 1.0)
+        quality_B = ((batch.norms_B - mean) * (self.h / (std + _MIN_STD))).clamp(-1.0, 1.0)
         return QualityMargin(scale_of(self), self.margin, torch.where(batches + batch.training > 0, quality_B, 0.0))
 
 

@@ -19,7 +19,7 @@ from geartrain.bridge.head.loss.margins.scale import require, require_scale, sca
 class MagFace:
     """z = scale · ψ(θ + m(a)), and λ · g(a) is added to the loss, with a = |x| kept in [shortest, longest].
 
-    m(a) rises linearly from ``least_margin`` at the shortest length to ``largest_margin`` at the longest, and
+    m(a) rises linearly from ``min_margin`` at the shortest length to ``largest_margin`` at the longest, and
     g(a) = 1 / a + a / longest². Meng et al., "MagFace: A Universal Representation for Face Recognition and Quality
     Assessment", CVPR 2021, section 3.2. The gradient flows into the length of the feature: easy samples become longer.
     Where the length is clamped it gets none. For z beyond π see :func:`~.angular.psi`.
@@ -30,10 +30,10 @@ class MagFace:
 
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
-    least_margin: float = 0.45
+    min_margin: float = 0.45
     """Margin at the shortest length, radians in [0, π]."""
     largest_margin: float = 0.8
-    """Margin at the longest length, radians in [``least_margin``, π]."""
+    """Margin at the longest length, radians in [``min_margin``, π]."""
     shortest: float = 10.0
     """Length as which shorter features count; > 0."""
     longest: float = 110.0
@@ -44,9 +44,9 @@ class MagFace:
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
-        require("least_margin", self.least_margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
+        require("min_margin", self.min_margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         largest = self.largest_margin
-        require("largest_margin", largest, lambda v: self.least_margin <= v <= math.pi, "in [least_margin, π] radians")
+        require("largest_margin", largest, lambda v: self.min_margin <= v <= math.pi, "in [min_margin, π] radians")
         require("shortest", self.shortest, lambda v: 0.0 < v < math.inf, "finite and > 0")
         require("longest", self.longest, lambda v: self.shortest < v < math.inf, "finite and > shortest")
         require("regulariser", self.regulariser, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
@@ -57,8 +57,8 @@ class MagFace:
         scale = scale_of(self)
         length_B = norms_B.clamp(self.shortest, self.longest)
         inside_B = (length_B == norms_B).to(cos_B.dtype)
-        rise = (self.largest_margin - self.least_margin) / (self.longest - self.shortest)
-        value_B, by_cos_B, by_angle_B = turned(cos_B, self.least_margin + rise * (length_B - self.shortest))
+        rise = (self.largest_margin - self.min_margin) / (self.longest - self.shortest)
+        value_B, by_cos_B, by_angle_B = turned(cos_B, self.min_margin + rise * (length_B - self.shortest))
         return TargetLogits(
             scale * value_B,
             scale * by_cos_B,

@@ -50,7 +50,7 @@ def test_nothing_is_acknowledged_by_a_shard_that_may_be_anothers(shard: Shard) -
 
 @pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard], way: str) -> None:
-    shard = make(way, most_connections=2)
+    shard = make(way, max_connections=2)
     name, secret, port = shard.server.offer()
     ours = dial(way, name, secret, port)
     for wrong in (secret, bytes(32)):
@@ -143,7 +143,7 @@ def test_many_calls_side_by_side_do_not_mix(shard: Shard) -> None:
 
 
 def test_the_shard_holds_no_more_mailboxes_than_it_may(make: Callable[..., Shard]) -> None:
-    shard = make(most_mailboxes=2)
+    shard = make(max_mailboxes=2)
     ours, other = shard.connect_ring(), shard.connect_ring()
     calls = [ours.begin(64, 64), other.begin(64, 64)]
     with pytest.raises(_core.ConnectionFull, match="no memory can be had"):
@@ -157,7 +157,7 @@ def test_the_shard_holds_no_more_mailboxes_than_it_may(make: Callable[..., Shard
 
 def test_mailboxes_are_bounded_and_large_ones_make_room(make: Callable[..., Shard]) -> None:
     shard = make()
-    ours = shard.connect_ring(most_pool_bytes=(7 << 20) + (100 << 10), most_mailboxes=3)
+    ours = shard.connect_ring(max_pool_bytes=(7 << 20) + (100 << 10), max_mailboxes=3)
     with pytest.raises(MessageTooLarge, match="pull or push fewer rows"):
         ours.begin(2 << 30, 64)
     larger = ours.begin(7 << 20, 7 << 20)  # a call may take more if it is alone

@@ -30,7 +30,7 @@ def handler() -> _core.ToyHandler:
 
 @pytest.fixture
 def server(handler: _core.ToyHandler) -> Iterator[_core.DataServer]:
-    server = _core.DataServer(handler, host="127.0.0.1", most_received_bytes=1 << 20)
+    server = _core.DataServer(handler, host="127.0.0.1", max_received_bytes=1 << 20)
     yield server
     server.close()
 
@@ -119,7 +119,7 @@ def dribble(work: Callable[[], bytes | int], over: threading.Event) -> str:
 
 
 def test_who_sends_a_large_request_slowly_is_let_go_of_when_another_waits_for_room(handler: _core.ToyHandler) -> None:
-    server = _core.DataServer(handler, host="127.0.0.1", most_received_bytes=1 << 20, silence_seconds=6.0)
+    server = _core.DataServer(handler, host="127.0.0.1", max_received_bytes=1 << 20, silence_seconds=6.0)
     frame = frame_codec.request(1, 0, [push("rows", ROWS)])
     over = threading.Event()
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ def test_a_call_given_up_by_tcp_leaves_the_connection_to_the_others(make: Callab
 
 
 def test_calls_that_no_frame_may_hold_are_refused_by_tcp(make: Callable[..., Shard]) -> None:
-    ours = make("tcp").connect(most_frame_bytes=1 << 20, most_in_flight_bytes=1 << 20)
+    ours = make("tcp").connect(max_frame_bytes=1 << 20, max_in_flight_bytes=1 << 20)
     for sizes in ((2 << 20, 64), (64, 2 << 20)):
         with pytest.raises(MessageTooLarge, match="pull or push fewer rows"):
             ours.begin(*sizes)
@@ -61,7 +61,7 @@ def test_large_frames_travel_both_ways_at_once_by_tcp(make: Callable[..., Shard]
 
 
 def test_a_shard_takes_no_more_memory_for_frames_than_it_may(make: Callable[..., Shard]) -> None:
-    shard = make("tcp", most_frame_bytes=1 << 20, most_bytes=200 << 10)
+    shard = make("tcp", max_frame_bytes=1 << 20, most_bytes=200 << 10)
     ours = shard.connect()
     small = pull("rows", [1])
     for large in (push("rows", range(10_000), 8), pull("rows", range(10_000), 8)):
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_what_is_sent_to_a_shard_that_takes_no_bytes() -> None:
 
 @pytest.mark.exact_memory
 def test_a_request_that_there_is_no_memory_for_takes_none_of_what_may_be_in_flight(make: Callable[..., Shard]) -> None:
-    ours = make("tcp").connect(most_frame_bytes=1 << 60, most_in_flight_bytes=1 << 60)
+    ours = make("tcp").connect(max_frame_bytes=1 << 60, max_in_flight_bytes=1 << 60)
     for _ in range(2):
         with pytest.raises(MemoryError):
             ours.begin(3 << 58, 64)

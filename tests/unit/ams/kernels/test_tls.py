@@ -104,8 +104,8 @@ class Relay:
 
 def test_large_rows_are_exact_both_ways_with_keys_that_change(shard: Shard) -> None:
     ids = range(5_120)  # of 1 KiB each
-    for most_records in (1, 50, 1 << 20):
-        ours = shard.connect(most_records=most_records)
+    for max_records in (1, 50, 1 << 20):
+        ours = shard.connect(max_records=max_records)
 
         def work(_: int, ours: _core.DataConnection = ours) -> None:
             for _ in range(2):
@@ -119,7 +119,7 @@ def test_large_rows_are_exact_both_ways_with_keys_that_change(shard: Shard) -> N
 def test_keys_change_after_so_many_records(shard: Shard) -> None:
     name, secret, port = shard.server.offer()
     with Relay(port) as relay:
-        ours = dial("tls", name, secret, relay.port, most_records=3)
+        ours = dial("tls", name, secret, relay.port, max_records=3)
         for _ in range(4):  # and the hello: five records
             ask(ours, pull("rows", [1]))
         assert relay.seen.count(b"\x17\3\3\0\x16") == 1  # as long as a KeyUpdate is, and no other

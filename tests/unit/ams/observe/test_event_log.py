@@ -72,7 +72,7 @@ def test_a_torn_last_line_is_dropped_and_lines_that_are_no_events_are_passed_ove
 
 
 def test_a_log_is_bounded_in_memory_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "MOST_KEPT", 20)
+    monkeypatch.setattr(event_log, "MAX_KEPT", 20)
     log = EventLog(tmp_path, file_bytes=1_000)
     noted(log, *["lost"] * 50)
     log.close()

@@ -63,7 +63,7 @@ def half_open(stack: ExitStack, server: GrpcServer, lane: CallThreads) -> HalfOp
                 )
             calls.append(channel.stream_unary(method).future(no_message()))
         pools = {"/s/Beat": lane, "/s/Echo": server.calls}
-        pool, deadline = pools.get(method, server._health_lane), time.monotonic() + SECONDS
+        pool, deadline = pools.get(method, server._health_pool), time.monotonic() + SECONDS
         while len(pool._reading) + len(pool._line) + sum(call.done() for call in calls) < count:
             assert time.monotonic() < deadline
         return calls
@@ -96,7 +96,7 @@ def test_a_call_whose_message_does_not_come_is_ended(half_open: HalfOpen, monkey
 def test_few_calls_hold_messages_that_are_not_whole(server: GrpcServer, lane: CallThreads, half_open: HalfOpen) -> None:
     methods = ("/s/Echo", "/s/Beat", "/grpc.health.v1.Health/Check")
     strangers = [half_open(method, 50) for method in methods]
-    reading = [len(threads._reading) for threads in (server.calls, lane, server._health_lane)]
+    reading = [len(threads._reading) for threads in (server.calls, lane, server._health_pool)]
     assert reading[0] * (64 << 20) <= call_threads.READING_BYTES
     assert max(reading[1:]) <= 2  # of each lane, whose own messages are small
     assert [len(calls) for calls in strangers] == [50, 50, 50]

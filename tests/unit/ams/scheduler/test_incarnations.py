@@ -10,9 +10,9 @@ import pytest
 
 from geartrain.ams.client.factory import local
 from geartrain.ams.pb.v1.wire import WIRE
-from geartrain.ams.scheduler.data_streams import MOST_READ, StreamLeases
+from geartrain.ams.scheduler.data_streams import MAX_READ, StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
-from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
+from geartrain.ams.scheduler.incarnations import MAX_GIVEN, Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import MemoryStore
@@ -102,7 +102,7 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
     assert taken == [201]
 
 
-@pytest.mark.parametrize("number", [MOST_GIVEN + 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("number", [MAX_GIVEN + 1, 2**63, 2**64 - 1])
 def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int) -> None:
     store = MemoryStore()
     cluster, streams = scheduler(store), StreamLeases(store, 10)
@@ -120,7 +120,7 @@ def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int
     assert store.read_all() == before
     cluster.record_incarnation(2**64 - 1)  # of a shard that somebody told nonsense
     cluster.register("h:0", 0, 5)
-    assert cluster.issue_incarnation() < MOST_GIVEN
+    assert cluster.issue_incarnation() < MAX_GIVEN
 
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1])
@@ -128,13 +128,13 @@ def test_a_table_that_somebody_numbered_on_a_shard_keeps_the_shard_not_out(
     number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = scheduler(MemoryStore())
-    tables = [replace(SPEC, incarnation=number), replace(SPEC, name="ours", incarnation=MOST_GIVEN + 1)]
+    tables = [replace(SPEC, incarnation=number), replace(SPEC, name="ours", incarnation=MAX_GIVEN + 1)]
     cluster_map = BucketMap(1, cluster.describe().bucket_shards)
     for _ in range(2):
         cluster.record_incarnation(number)
         cluster.register("h:0", 0, 5, cluster_version=1, tables=tables, bucket_map=cluster_map)
     assert [spec.name for spec in cluster.describe().tables] == ["ours"]
-    assert cluster.issue_incarnation() == MOST_GIVEN + 2
+    assert cluster.issue_incarnation() == MAX_GIVEN + 2
     assert caplog.text.count("which no scheduler assigned") == 1
 
 
@@ -153,11 +153,11 @@ def test_a_shard_needs_an_incarnation_that_names_it(incarnation: int) -> None:
 def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> None:
     store = MemoryStore()
     given = Incarnations(store)
-    given.record_chosen("incarnation", MOST_GIVEN)
+    given.record_chosen("incarnation", MAX_GIVEN)
     streams = StreamLeases(store, 10, incarnations=given)
     higher = given.next()
-    assert higher == MOST_GIVEN + 1
-    streams.fence("job", MOST_GIVEN)
+    assert higher == MAX_GIVEN + 1
+    streams.fence("job", MAX_GIVEN)
     streams.fence("job", higher)  # it was given out
     assert Incarnations(store).next() == higher + 1
     fresh = Incarnations(MemoryStore())
@@ -165,7 +165,7 @@ def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> 
     assert fresh.next() == higher + 1
 
 
-@pytest.mark.parametrize("cursor", [Cursor(0, MOST_READ + 1), Cursor(2**64 - 1, 0)])
+@pytest.mark.parametrize("cursor", [Cursor(0, MAX_READ + 1), Cursor(2**64 - 1, 0)])
 def test_a_cursor_beyond_all_data_is_refused(cursor: Cursor) -> None:
     streams = StreamLeases(MemoryStore(), 10)
     with pytest.raises(InvalidArgument, match=r"beyond 2\^62"):

@@ -122,7 +122,7 @@ def test_reasons_that_clients_tell_are_bounded() -> None:
 
 
 def test_jobs_are_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(running_jobs, "_MOST_JOBS", 3)
+    monkeypatch.setattr(running_jobs, "_MAX_JOBS", 3)
     now = 0.0
     jobs = RunningJobs(lambda: now)
     for number in range(9):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from geartrain.ams.scheduler import rendezvous
-from geartrain.ams.scheduler.rendezvous import LEASE_SECONDS, MOST_VALUE_BYTES, Rendezvous
+from geartrain.ams.scheduler.rendezvous import LEASE_SECONDS, MAX_VALUE_BYTES, Rendezvous
 from geartrain.ams.values.errors import InvalidArgument, OutOfMemory
 from geartrain.ams.values.scheduler_messages import RendezvousValue, WriteRendezvous
 
@@ -53,7 +53,7 @@ def test_bounds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, said in (
         (write("", 1, b""), "key is ''"),
         (write("key", 0, b""), "version is 0"),
-        (write("key", 1, bytes(MOST_VALUE_BYTES + 1)), "at most 1048576"),
+        (write("key", 1, bytes(MAX_VALUE_BYTES + 1)), "at most 1048576"),
         (write("key", 1, b"", job="a//b"), "job is"),
     ):
         with pytest.raises(InvalidArgument, match=said):
@@ -63,7 +63,7 @@ def test_bounds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         values.write(write("text", 2, add=1))
     with pytest.raises(InvalidArgument, match="5000 keys"):
         values.read("job", ["key"] * 5000)
-    monkeypatch.setattr(rendezvous, "MOST_BYTES", 1000)
+    monkeypatch.setattr(rendezvous, "MAX_BYTES", 1000)
     with pytest.raises(OutOfMemory, match="goes by itself within 60 s"):
         values.write(write("large", 3, bytes(1000)))
     values.write(write("text", 4))

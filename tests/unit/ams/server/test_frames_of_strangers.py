@@ -23,9 +23,9 @@ from tests.support.frame_codec import Described
 
 DIM = 8
 SECONDS = 60.0
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 """That one frame of a few hundred bytes may take."""
-MOST_CPU_SECONDS = 0.5
+MAX_CPU_SECONDS = 0.5
 """That it may keep the shard at work: time of the processor, so that other processes do not count."""
 TABLES = {
     "plain": TableSpec(name="plain", dim=DIM, optimizer=SGD(0.1), initializer=Constant(0)),
@@ -84,7 +84,7 @@ def test_an_empty_part_of_a_rank_costs_nothing_however_wide_it_says_its_rows_are
     alone = {"job": "j", "world_size": 1, "rank": 0, "sequence": 1, "sample_count": 1}
     told, added, _ = Costs(connection).of(part("plain", [], 2**28, alone))
     assert told["error"] == "InvalidRows" and "they must be of width 8" in told["message"]
-    assert added < MOST_BYTES
+    assert added < MAX_BYTES
 
 
 LARGE = (0, 1, 2**20, 2**31, 2**40, 2**62, 2**63 - 1, -1, -(2**63))
@@ -123,5 +123,5 @@ def test_no_frame_of_a_few_hundred_bytes_costs_much_memory_or_time(connection: _
     for number in range(1, 300):
         one = lie(draw, number)
         _, added, seconds = costs.of(one, seconds=0.01 if "group" in one else SECONDS)
-        assert (added < MOST_BYTES, seconds < MOST_CPU_SECONDS) == (True, True), (one, added, seconds)
+        assert (added < MAX_BYTES, seconds < MAX_CPU_SECONDS) == (True, True), (one, added, seconds)
     assert "error" not in frame_calls.ask(connection, frame_calls.pull("plain", [1], DIM))[0]

@@ -27,14 +27,14 @@ from geartrain.ams.values.shard_messages import BatchFacts, CallContext, CreateT
 from geartrain.ams.values.specs import Constant, TableSpec
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-NUM_IDS, MOST_WIDTH, LR = 12, 40, 0.5
+NUM_IDS, MAX_WIDTH, LR = 12, 40, 0.5
 NUMBERS = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
     made = Shard(0, buckets_of_shard(even_placement(1), 0), incarnation=1, sync_timeout_seconds=30)
-    for width in range(1, MOST_WIDTH + 1):
+    for width in range(1, MAX_WIDTH + 1):
         spec = TableSpec(name=f"t{width}", dim=width, optimizer=SGD(1.0), initializer=Constant(0.0))
         made.submit(CallContext(), CreateTable(spec=spec)).result(10)
     yield made
@@ -81,7 +81,7 @@ def sums_of(pushes: list[Push], width: int) -> dict[int, npt.NDArray[np.float32]
 @given(st.data())
 def test_a_joint_push_is_to_the_bit_the_weighted_sum_in_rank_order(shard: Shard, data: st.DataObject) -> None:
     number = next(NUMBERS)
-    world_size, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, MOST_WIDTH))
+    world_size, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, MAX_WIDTH))
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     all_ids, pushes = np.arange(NUM_IDS) + NUM_IDS * number, []
     for rank in range(world_size):

@@ -139,7 +139,7 @@ def test_a_table_never_takes_more_than_its_share(num_shards: int) -> None:
     mine = everything[np.isin(bucket_of(everything, dense=False), share)]
     table = make_table(share, dim=16, optimizer=Adagrad(0.1), max_bytes=6 << 20)
     random = np.random.default_rng(1)
-    most = table._store.most_rows
+    most = table._store.max_rows
     for step in range(150):
         ids = np.unique(random.choice(mine, 800))
         table.push(ids, np.ones((len(ids), 16), np.float32), batch=BatchFacts(step=step))
@@ -151,7 +151,7 @@ def test_a_table_never_takes_more_than_its_share(num_shards: int) -> None:
 
 def test_a_push_that_has_no_room_is_refused_and_nothing_goes() -> None:
     table = make_table()
-    most = table._store.most_rows
+    most = table._store.max_rows
     push(table, np.arange(most))
     before = lives_of(table)
     with pytest.raises(
@@ -171,7 +171,7 @@ def test_a_push_that_has_no_room_is_refused_and_nothing_goes() -> None:
 
 def test_rows_that_a_freeze_holds_are_read_though_they_were_evicted() -> None:
     table = make_table()
-    most = table._store.most_rows
+    most = table._store.max_rows
     push(table, np.arange(most), step=4)
     before = lives_of(table)
     table.freeze()
@@ -196,20 +196,20 @@ def test_rows_that_a_freeze_holds_are_read_though_they_were_evicted() -> None:
 def test_a_restored_table_keeps_those_that_were_seen_most(block: int) -> None:
     table, smaller = make_table(), make_table(max_bytes=MAX_BYTES // 2)
     random = np.random.default_rng(2)
-    push(table, np.arange(table._store.most_rows), counts=random.integers(1, 99, table._store.most_rows), step=3)
+    push(table, np.arange(table._store.max_rows), counts=random.integers(1, 99, table._store.max_rows), step=3)
     table.freeze()
     while len((part := table.read_frozen(block)).ids):
         smaller.restore(*StoredRows.of(part.arrays()))
     table.thaw(kept=True)
     lives = lives_of(table)
     order = sorted(lives, key=lambda i: (lives[i][2], lives[i][0], lives[i][1], i))
-    assert lives_of(smaller) == {i: lives[i] for i in order[-smaller._store.most_rows :]}
+    assert lives_of(smaller) == {i: lives[i] for i in order[-smaller._store.max_rows :]}
     assert smaller.memory_bytes <= MAX_BYTES // 2
 
 
 def test_rows_that_come_and_go_during_a_freeze_take_each_others_memory() -> None:
     table = make_table()
-    most = table._store.most_rows
+    most = table._store.max_rows
     push(table, np.arange(most), step=1)
     table.freeze()
     for step in range(2, 12):

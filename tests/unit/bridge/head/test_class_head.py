@@ -174,7 +174,7 @@ def test_predict_equals_brute_force(
     margin: ArcFace | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("geartrain.bridge.head.backends.row_stream.block_rows_for", lambda _: 17)
-    monkeypatch.setattr("geartrain.bridge.head.backends.predict._LEAST_ROWS", 17)
+    monkeypatch.setattr("geartrain.bridge.head.backends.predict._MIN_ROWS", 17)
     monkeypatch.setattr("geartrain.bridge.head.backends.predict.SAMPLES_AT_ONCE", 5)
     head, table = make_head(margin=margin, rows_cache_bytes=0)
     features, rows = batch()[0].to(dtype), torch.from_numpy(table.rows).to(dtype)

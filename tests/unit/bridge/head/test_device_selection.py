@@ -23,8 +23,8 @@ from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks import selector
 from geartrain.bridge.head.backends.ranks.selector import LiveIds, RankSelector
 from geartrain.bridge.head.loss.margins.angular import ArcFace
+from geartrain.bridge.head.selection.graph_by_neighbour import OwnNeighbours
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
-from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
 from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.placements.device_number import DeviceNumber

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.selection.graph_by_list import GraphParts
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
-from geartrain.bridge.head.selection.graph_parts import GraphParts
 from tests.support.plain_graph import table_of
 
 K = 3

@@ -29,7 +29,7 @@ CLASSES, DIM, BATCH, STEPS = 80, 6, 14, 4
 SELECT = gt.PartialFC(0.5, seed=3, corrected=True)
 MARGINS: list[Any] = [
     gt.AdaFace(scale=12, margin=0.4, momentum=0.7),
-    gt.MagFace(scale=12, least_margin=0.1, largest_margin=0.5, shortest=2.0, longest=4.0, regulariser=9.0),
+    gt.MagFace(scale=12, min_margin=0.1, largest_margin=0.5, shortest=2.0, longest=4.0, regulariser=9.0),
     gt.ElasticArcFace(scale=12, margin=0.3, std=0.05, seed=2**40 + 1),
     gt.ElasticCosFace(scale=12, margin=0.2, std=0.05),
     gt.CurricularFace(scale=12, margin=0.3, momentum=0.5),

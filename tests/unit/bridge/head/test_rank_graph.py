@@ -24,10 +24,10 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection import rank_ring
-from geartrain.bridge.head.selection.graph_parts import GraphParts, lists_by_class, table_of_lists
+from geartrain.bridge.head.selection.graph_by_list import GraphParts, lists_by_class, table_of_lists
+from geartrain.bridge.head.selection.graph_by_neighbour import OwnNeighbours
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
-from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
 from geartrain.bridge.kernels.sampling import filled_by_sample

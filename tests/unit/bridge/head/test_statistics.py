@@ -101,7 +101,7 @@ def train(seed: int, lr: float, passes: int = 110) -> list[str]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_LEAST_PASSES", 100)
+    monkeypatch.setattr(statistics, "_MIN_PASSES", 100)
 
 
 @pytest.mark.usefixtures("soon")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from geartrain.ams.client.cluster_status import ClusterStatus, TableStatus
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.scheduler_messages import JobEntry, JobReport
-from geartrain.watch.dashboard_state import _MOST_POINTS, DashboardState, Point, thinned
+from geartrain.watch.dashboard_state import _MAX_POINTS, DashboardState, Point, thinned
 from geartrain.watch.polls import ClusterPoll
 
 DAY_SECONDS = 86_400
@@ -18,9 +18,9 @@ def test_a_day_of_points_is_thinned_by_their_age() -> None:
     points: list[Point] = []
     for second in range(DAY_SECONDS + 1):
         points.append((float(second), second, 0.0))
-        if len(points) > _MOST_POINTS:
+        if len(points) > _MAX_POINTS:
             points = thinned(points)
-            assert len(points) < 0.8 * _MOST_POINTS  # it is not done at every look
+            assert len(points) < 0.8 * _MAX_POINTS  # it is not done at every look
     times = [at for at, _, _ in points]
     assert times == sorted(set(times))
     assert (times[0], times[-1]) == (0, DAY_SECONDS)

@@ -35,7 +35,7 @@ def test_the_first_image_of_a_class_is_shown_dark_on_white(tmp_path: Path) -> No
 
 def test_characters_show_themselves_and_too_many_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not keep(tmp_path, ["a", "b", "c"])
-    monkeypatch.setattr(class_pictures, "_MOST_BYTES", 3 * 64 - 1)
+    monkeypatch.setattr(class_pictures, "_MAX_BYTES", 3 * 64 - 1)
     assert not keep(tmp_path, ["first", "without", "third"])
     assert not any(tmp_path.iterdir())
 

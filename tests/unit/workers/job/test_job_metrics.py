@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geartrain.ams.observe.metrics import Buckets
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.job.metrics import BOUNDS, PHASES, JobCounters, RecentSteps, StepTimer, exported_at
+from geartrain.workers.job.metrics import BOUNDS, PHASES, JobCounters, RecentSteps, StepTimer, serve_job_metrics
 from geartrain.workers.job.options import SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.jobs.small_job import GREY, classify, draw_images
@@ -67,7 +67,10 @@ def test_a_rate_is_of_ten_seconds_and_does_not_leap(monkeypatch: pytest.MonkeyPa
 
 def test_a_port_that_strangers_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEARTRAIN_SECURITY__FOLDER", "none")
-    with pytest.raises(ConfigError, match=r"--metrics '0.0.0.0:0' can be reached"), exported_at("0.0.0.0:0", print):
+    with (
+        pytest.raises(ConfigError, match=r"--metrics '0.0.0.0:0' can be reached"),
+        serve_job_metrics("0.0.0.0:0", print),
+    ):
         pass
 
 

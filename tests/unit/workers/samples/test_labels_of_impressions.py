@@ -104,7 +104,7 @@ def test_clicks_that_come_too_late_or_before_and_of_nothing_are_counted(tmp_path
 
 def test_no_more_impressions_wait_than_is_said(tmp_path: Path) -> None:
     table, _ = day(500)
-    batches = iter(samples(tmp_path, table, batch_size=10, window_seconds=1e9, most_waiting=50))
+    batches = iter(samples(tmp_path, table, batch_size=10, window_seconds=1e9, max_waiting=50))
     waiting = []
     found = []
     for batch in batches:
@@ -118,7 +118,7 @@ def test_no_more_impressions_wait_than_is_said(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"window_seconds": 0}, "window_seconds is 0; it must be above 0"),
-        ({"window_seconds": 1, "most_waiting": 0}, "most_waiting is 0"),
+        ({"window_seconds": 1, "max_waiting": 0}, "max_waiting is 0"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:

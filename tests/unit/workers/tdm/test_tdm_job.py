@@ -18,7 +18,7 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSche
 from geartrain.workers.ctr.samples.movielens import read_movielens
 from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
-from geartrain.workers.tdm.liked import liked_of, recall
+from geartrain.workers.tdm.clicked_items import recall, split_clicks
 from geartrain.workers.tdm.recipe import TdmRecipe
 from geartrain.workers.tdm.trainer import first_order, nodes_scored
 from tests.integration.jobs.small_job import stop_after
@@ -38,7 +38,7 @@ def samples_of(users: list[int], items: list[int], clicks: list[int]) -> ClickSa
 def test_what_is_wanted_is_new_and_clicked_and_histories_end_before_it() -> None:
     users = [1, 1, 2, 1, 2, 1, 2, 2, 1, 1, 2, 1]
     items = [5, 6, 5, 7, 8, 9, 9, 6, 4, 3, 7, 8]
-    liked = liked_of(samples_of(users, items, [1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]), TdmRecipe(split="time"))
+    liked = split_clicks(samples_of(users, items, [1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]), TdmRecipe(split="time"))
     assert liked.users.fields["user"].tolist() == [1, 2]
     assert liked.wanted == [{8}, {7}]
     assert liked.seen == [{5, 6, 7, 9, 4, 3}, {5, 8, 9, 6}]

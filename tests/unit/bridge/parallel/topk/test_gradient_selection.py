@@ -17,7 +17,7 @@ from geartrain.bridge.parallel.topk.bucket import (
     BucketLayout,
     BucketWork,
     SgdSettings,
-    is_of_state,
+    is_state_error,
     tensor_of,
 )
 from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
@@ -159,6 +159,6 @@ def test_a_device_says_of_its_bucket_what_the_host_does(bad: str | None) -> None
             found[-1] += buffer.tolist()
     assert found[0] == found[1]
     if bad == "momentum":
-        assert is_of_state(found[0][0]) and tensor_of(found[0][0]) == 2
+        assert is_state_error(found[0][0]) and tensor_of(found[0][0]) == 2
     else:
         assert found[0][:2] == {None: [WELL, WELL], "gradient": [3, WELL], "dense": [WELL, 1]}[bad]

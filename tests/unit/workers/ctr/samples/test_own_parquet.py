@@ -11,7 +11,7 @@ import pytest
 import geartrain as gt
 from geartrain.workers.ctr.samples.click_samples import PADDING, split
 from geartrain.workers.ctr.samples.sources import own_samples
-from geartrain.workers.tdm.liked import liked_of
+from geartrain.workers.tdm.clicked_items import split_clicks
 from geartrain.workers.tdm.recipe import TdmRecipe
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
@@ -143,6 +143,6 @@ def test_a_tree_learns_nothing_of_strangers_and_of_items_that_nobody_knows(tmp_p
         "item": [None if number % 5 == 0 else number for number in range(count)],
         "item_tags": None,
     }
-    liked = liked_of(own_samples(written(tmp_path, **columns)), TdmRecipe(split="time"))
+    liked = split_clicks(own_samples(written(tmp_path, **columns)), TdmRecipe(split="time"))
     assert liked.items.tolist() == [number for number in range(count) if number % 5 and number % 4]
     assert set(liked.train.fields["user"].tolist()) == {1, 2, 3}

@@ -9,7 +9,7 @@ import socket
 from geartrain.ams.values.config import split_address
 
 
-class Names:
+class HostNames:
     """Names of this host. A page of another site can point its own name at this machine (DNS rebinding): a browser then
     sends requests here under that name, which are refused."""
 

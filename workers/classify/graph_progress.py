@@ -10,7 +10,7 @@ from geartrain.ams.values.text import counted
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class GraphLines:
+class GraphProgressPrinter:
     """Prints the progress of a graph build: every five seconds, and at its end. Use from one thread a build.
 
     Call it with (done, total).

@@ -22,7 +22,7 @@ HISTORY = "history"
 
 
 @dataclass(frozen=True)
-class LikedItems:
+class ClickedItems:
     """Training samples and test users."""
 
     train: ClickSamples
@@ -51,7 +51,7 @@ class LikedItems:
         return self.items[np.argsort(-counts, kind="stable")]
 
 
-def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> LikedItems:
+def split_clicks(samples: ClickSamples, recipe: TdmRecipe) -> ClickedItems:
     """Split samples as for a click model, and keep the clicked ones. Raises ConfigError without users and items."""
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
@@ -74,7 +74,7 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> LikedItems:
     _, first = np.unique(later.fields[user], return_index=True)
     users = later.subset(np.array([place for place in first if int(later.fields[user][place]) in wanted], np.int64))
     names = users.fields[user].tolist()
-    return LikedItems(
+    return ClickedItems(
         train=replace(learnt, histories=histories),
         users=replace(users, histories=histories_after(learnt, replace(users, times=None), recipe.history)),
         seen=[seen.get(person, set()) for person in names],
@@ -91,7 +91,7 @@ def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:
     return found
 
 
-def recall(lists: Ids, liked: LikedItems, cut: int) -> float:
+def recall(lists: Ids, liked: ClickedItems, cut: int) -> float:
     """Return the mean over users of the share of wanted items among the first ``cut`` of a list [U, n], from which
     items that the user has seen are removed.
     """

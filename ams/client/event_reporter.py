@@ -20,7 +20,7 @@ _TOLD_FOR_SECONDS = 60.0
 """Age at which an unsent event is dropped."""
 _LAST_SECONDS = 1.0
 """Time for unsent events when the client closes."""
-_MOST_WAITING = 100
+_MAX_WAITING = 100
 
 
 class EventReporter:
@@ -32,7 +32,7 @@ class EventReporter:
     def __init__(self, scheduler: SchedulerCarrier) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[ReportEvent, float]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[ReportEvent, float]] = deque(maxlen=_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
