@@ -140,8 +140,12 @@ class BatchesInMemory(ClickBatches):
 
     def trained(self, step: int) -> ClickBatch:
         indices = self._order.indices(step).numpy()
-        if self._negatives < 1:  # hashing the place in the order makes another choice in each epoch
-            places = step * len(indices) + np.arange(len(indices))
+        # Hashing the place in the order makes another choice in each epoch.
+        return self.numbered(indices, step * len(indices) + np.arange(len(indices)))
+
+    def numbered(self, indices: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> ClickBatch:
+        """Return the samples at ``indices`` to train on; ``places`` choose those without a click that are kept."""
+        if self._negatives < 1:
             columns = (*(ids[indices] for ids in self._trained.fields.values()), places)
             indices = indices[learned_from(columns, self._trained.clicks[indices], self._negatives)]
         return _batch(self._design, self._trained, indices)

@@ -1,4 +1,4 @@
-"""Batches of files or of a topic whose data streams several workers share: each leases some, and commits its progress.
+"""Batches whose data streams several workers share: each leases some, and commits its progress.
 
 After a loss in a cluster, the scheduler restores the job, tables and cursors together, from its last snapshot.
 """
@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
@@ -18,7 +24,7 @@ from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, SchedulerUnavailable, StaleClient
 from geartrain.ams.values.scheduler_messages import RestoreOrder
-from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
+from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
@@ -32,6 +38,8 @@ from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.leased import LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.reader import FileBatches, StreamBatches
+from geartrain.workers.samples.rows import Rows, SampleRows
+from geartrain.workers.samples.source import fingerprint
 
 _POLL_SECONDS = 0.2
 
@@ -81,6 +89,9 @@ class SharedBatches(ClickBatches):
         del step
         batch, self._next = self._next, None
         assert batch is not None  # is_ready was True
+        return self._click_batch(batch)
+
+    def _click_batch(self, batch: SampleBatch) -> ClickBatch:
         return click_batch(self._design, batch, self._negatives)
 
     def apply(self, step: Callable[[], object]) -> bool:
@@ -162,6 +173,54 @@ class SharedFiles(SharedBatches):
 
     def tested(self) -> Iterator[ClickBatch]:
         return self._files.tested()
+
+
+class SharedInMemory(SharedBatches):
+    """Samples that each worker has in memory, with the histories that are made of all of them; workers share their
+    numbers.
+    """
+
+    def __init__(self, samples: ClickSamples, recipe: CtrRecipe, design: Design, *of_job: Any) -> None:
+        self._whole = whole = BatchesInMemory(samples, recipe, design)
+        self.num_trained, self.num_validated, self.num_tested = whole.num_trained, whole.num_validated, whole.num_tested
+        identity = fingerprint(recipe.split, recipe.seed, whole.num_trained, zlib.crc32(whole.some().clicks.tobytes()))
+        numbers = _Numbers(np.random.default_rng(recipe.seed).permutation(whole.num_trained))
+        order = EpochOrder(numbers.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
+        epochs = math.ceil(recipe.epochs)
+        reader = partial(FileBatches, numbers, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
+        super().__init__(reader, NUM_STREAMS, identity, recipe, design, *of_job)
+
+    def _click_batch(self, batch: SampleBatch) -> ClickBatch:
+        numbers = batch["number"]
+        assert isinstance(numbers, Tensor)
+        return self._whole.numbered(numbers.numpy(), numbers.numpy())
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        return self._whole.some()
+
+    def validated(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._whole.validated()
+
+    def tested(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._whole.tested()
+
+
+class _Numbers:
+    """Numbers of samples, as one part of a :class:`~geartrain.workers.samples.source.SampleSource`."""
+
+    identity = ""
+
+    def __init__(self, numbers: npt.NDArray[np.int64]) -> None:
+        self._rows = SampleRows(pa.table({"number": numbers}), len(numbers))
+        self.part_rows = [len(numbers)]
+
+    def read(self, part: int) -> Rows:
+        """See SampleSource."""
+        del part
+        return self._rows
 
 
 class SharedTopic(SharedBatches):

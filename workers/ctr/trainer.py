@@ -133,11 +133,6 @@ class ClickTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, Any]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
-        if isinstance(samples, ClickSamples) and recipe.shares:
-            raise ConfigError(
-                f"mode is {recipe.mode}, and these samples are in the memory of one worker; give files of your own "
-                "without history=N, or mode=sync"
-            )
         if not isinstance(samples, ClickSamples) and not is_topic(source):
             private = tuple({**dict.fromkeys(recipe.private), **recipe.history_columns})
             recipe = replace(recipe, features=samples.features(recipe.features), private=private)
@@ -180,13 +175,14 @@ class ClickTrainer(EmbeddingTrainer):
     def _batches(self, source: str, samples: Any, recipe: CtrRecipe, attempt: Attempt) -> ClickBatches:
         design, options, cluster = self.design, attempt.options, attempt.cluster
         assert cluster is not None
-        if isinstance(samples, ClickSamples):
+        if isinstance(samples, ClickSamples) and not recipe.shares:
             return BatchesInMemory(samples, recipe, design)
         if not recipe.shares and is_topic(source):
             from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
 
             return TopicBatches(samples, recipe, design)
-        from geartrain.workers.ctr import shared, streamed  # need pyarrow
+        require_arrow()
+        from geartrain.workers.ctr import shared, streamed
 
         if not recipe.shares:
             return streamed.StreamedBatches(samples, recipe, design)
@@ -195,7 +191,8 @@ class ClickTrainer(EmbeddingTrainer):
             root = str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots
             seconds = _SAVED_SECONDS if recipe.snapshots.minutes is None else 60 * recipe.snapshots.minutes
             restore = RestoreOrder(root=f"{root}.shared", tables=tuple(self.tables()), every_seconds=seconds)
-        batches = shared.SharedTopic if is_topic(source) else shared.SharedFiles
+        of_files = shared.SharedInMemory if isinstance(samples, ClickSamples) else shared.SharedFiles
+        batches = shared.SharedTopic if is_topic(source) else of_files
         return batches(samples, recipe, design, cluster, attempt.progress.table, restore)
 
     @classmethod

@@ -22,6 +22,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, SnapshotFailed
 from geartrain.workers.ctr import shared, trainer
 from geartrain.workers.ctr.recipe import recipe_for
+from geartrain.workers.ctr.shared import SharedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run
@@ -42,7 +43,8 @@ COUNT = 3000
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     at = np.arange(COUNT)
-    pq.write_table(pa.table({"click": at % 2, "user": at % 9, "at": at}), tmp_path / "a.parquet", row_group_size=200)
+    rows = pa.table({"click": at % 2, "user": at % 9, "item": at % 7, "at": at, "time": at})
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=200)
     return tmp_path / "a.parquet"
 
 
@@ -58,25 +60,29 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
 
 def join(out: Path, batches: Connection) -> None:
     """A worker that joins when it is told to, tells of its batches, and waits before it trains on the first."""
-    make = shared.click_batch
+    make, is_first = SharedBatches.trained, True
     batches.send("ready")
     batches.recv()
 
-    def told(design: Any, batch: Any, negatives: float) -> Any:
-        batches.send(batch["at"].tolist())
-        if shared.click_batch is told:
+    def told(read: SharedBatches, step: int) -> Any:
+        nonlocal is_first
+        batches.send(numbers_of(read))
+        if is_first:
             batches.recv()
-            shared.click_batch = told_only
-        return make(design, batch, negatives)
+        is_first = False
+        return make(read, step)
 
-    def told_only(design: Any, batch: Any, negatives: float) -> Any:
-        batches.send(batch["at"].tolist())
-        return make(design, batch, negatives)
-
-    shared.click_batch = told
+    SharedBatches.trained = told  # type: ignore[method-assign]
     done = typed("worker", "ctr", "--join", str(out), "--logger=none")
     assert done.returncode == 0, done.stderr
     batches.send(None)
+
+
+def numbers_of(read: SharedBatches) -> list[int]:
+    """The samples of the next batch."""
+    batch = read._next
+    assert batch is not None
+    return np.asarray(batch["at" if "at" in batch else "number"]).tolist()
 
 
 def options_of(data: Path, scheduler: str | None, **changed: Any) -> JobOptions:
@@ -91,20 +97,20 @@ class Joined:
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ours: list[int] = []
         self.first: list[int] = []
-        make, (self._here, there) = shared.click_batch, FORKSERVER.Pipe()
+        make, (self._here, there) = SharedBatches.trained, FORKSERVER.Pipe()
         FORKSERVER.Process(target=join, args=(run, there)).start()
         assert self._here.recv() == "ready"
 
-        def counted(design: Any, batch: Any, negatives: float) -> Any:
+        def counted(read: SharedBatches, step: int) -> Any:
             if len(self.ours) == 100:
                 self._here.send("join")
             if len(self.ours) >= 100 and not self.first and self._here.poll(1):  # it takes streams that are released
                 self.first.extend(self._here.recv())
                 self._here.send("go on")
-            self.ours.extend(batch["at"].tolist())
-            return make(design, batch, negatives)
+            self.ours.extend(numbers_of(read))
+            return make(read, step)
 
-        monkeypatch.setattr(shared, "click_batch", counted)
+        monkeypatch.setattr(SharedBatches, "trained", counted)
 
     def counts(self) -> Counter[int]:
         """How often each sample was trained on, once the other process has ended in good order."""
@@ -114,12 +120,14 @@ class Joined:
         return counts
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:2"])
+@pytest.mark.parametrize(
+    "recipe", [{"mode": "async"}, {"mode": "ssp:2"}, {"mode": "async", "model": "din", "history": 5}], ids=str
+)
 def test_a_worker_that_joins_takes_a_share(
-    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch, mode: str
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
 ) -> None:
     joined = Joined(data.parent / "run", monkeypatch)
-    result = run_job(ClickTrainer, options_of(data, scheduler, mode=mode), Console(quiet=True))
+    result = run_job(ClickTrainer, options_of(data, scheduler, **recipe), Console(quiet=True))
     counts = joined.counts()
     assert result.finished and len(counts) == COUNT * 4 // 5
     assert set(counts.values()) == {1}
@@ -162,24 +170,24 @@ def of_torchrun(data: Path, scheduler: str, restarted: bool) -> list[int]:
     ``restarted``, the other one dies then.
     """
     seen: list[int] = []
-    make, is_first, has_joined = shared.click_batch, os.environ["RANK"] == "0", threading.Event()
+    make, is_first, has_joined = SharedBatches.trained, os.environ["RANK"] == "0", threading.Event()
     dies = restarted and not is_first and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     place = data.parent / f"joined-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     if is_first:
         listener = Listener(str(place))
         threading.Thread(target=lambda: (listener.accept(), has_joined.set()), daemon=True).start()
 
-    def noted(design: Any, batch: Any, negatives: float) -> Any:
+    def noted(read: SharedBatches, step: int) -> Any:
         if is_first and len(seen) >= 200:
             has_joined.wait(1)
         elif not is_first and not seen:
             Client(str(place)).close()
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-        seen.extend(batch["at"].tolist())
-        return make(design, batch, negatives)
+        seen.extend(numbers_of(read))
+        return make(read, step)
 
-    shared.click_batch = noted
+    SharedBatches.trained = noted  # type: ignore[method-assign]
     assert run_job(ClickTrainer, options_of(data, scheduler), Console(quiet=True)).finished
     return seen
 
