@@ -128,6 +128,7 @@ NEEDS = {
     "search": {"faiss"},
     "serve": {*SERVES, "fastapi"},
     "click_job": {"pyarrow"},
+    "click_job_prefetch": {"pyarrow"},
     "serve_clicks": {*SERVES, "fastapi"},
     "serve_live": SERVES,
     "serve_parts": {*SERVES, "fastapi"},
