@@ -35,6 +35,7 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.launch.bench import Result
 from geartrain.workers.ctr.metrics import auc
+from geartrain.workers.samples.kafka.messages import place_of
 
 NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 A_SECOND = 800
@@ -116,8 +117,9 @@ class Day:
         return {"user": self.users[some], "item": [f"item-{item}" for item in self.items[some]]}
 
     def send(self, producer: kafka.Producer, seconds: float) -> dict[int, int]:
-        """Send all in so many seconds; return how many messages went to each partition."""
+        """Send all in so many seconds; return the offset behind the last impression of each partition."""
         counts = dict.fromkeys(range(NUM_PARTITIONS), 0)
+        ends = dict(counts)
 
         def send(impression: int, at: float, click: int, partition: int, **fields: Any) -> None:
             message = {"impression": impression, "time": at, "click": click, **fields}
@@ -132,6 +134,7 @@ class Day:
                 send(clicked, at, 1, clicked % NUM_PARTITIONS)
             user, item = int(self.users[impression]), f"item-{self.items[impression]}"
             send(impression, now, 0, impression % NUM_PARTITIONS, user=user, item=item)
+            ends[impression % NUM_PARTITIONS] = counts[impression % NUM_PARTITIONS]
             if self.clicked[impression]:
                 heapq.heappush(clicks, (now + self.delays[impression], impression))
             if impression % 20 == 0:
@@ -142,7 +145,7 @@ class Day:
         for partition in counts:  # a click of nothing, so late that no impression waits any longer
             send(-1, FIRST_TIME + 2 * DAY_SECONDS, 1, partition)
         producer.flush(PATIENCE_SECONDS)
-        return counts
+        return ends
 
     def auc_of_next(self, folder: Path, run_name: str) -> float:
         """Of what the run's model says of the samples after the day."""
@@ -179,8 +182,8 @@ def trained_on_the_stream(day: Day, seconds: float, folder: Path) -> Found:
         follow = ["serve", "--follow", f"ctr={out}", "--listen=127.0.0.1:0", "--log-level=warning"]
         _, facts = running.enter_context(started([*GEARTRAIN, *follow]))
         client = running.enter_context(gt.connect(cluster["scheduler"]))
-        counts: list[dict[int, int]] = []
-        sending = threading.Thread(target=lambda: counts.append(day.send(producer, seconds)))
+        ends: list[dict[int, int]] = []
+        sending = threading.Thread(target=lambda: ends.append(day.send(producer, seconds)))
         sending.start()
         began = time.monotonic()
         while sending.is_alive():
@@ -192,7 +195,7 @@ def trained_on_the_stream(day: Day, seconds: float, folder: Path) -> Found:
             if len(found.rows) % 20 == 0:
                 shown = f"answers {found.ages[-1]:.1f} s old" if found.ages else "no version yet"
                 print(f"{time.monotonic() - began:.0f} s: {found.rows[-1]} rows, {shown}", flush=True)
-        wait_until_saved(out, counts[0], worker, log)
+        wait_until_saved(out, ends[0], worker, log)
         worker.send_signal(signal.SIGINT)
         worker.wait(PATIENCE_SECONDS)
     found.progressive = float(re.findall(r"AUC ([\d.]+)[^\n]* on the latest", log.read_text())[-1])
@@ -211,14 +214,15 @@ def age_of_an_answer(address: str, day: Day) -> float | None:
         return None
 
 
-def wait_until_saved(out: Path, counts: dict[int, int], worker: subprocess.Popen[bytes], log: Path) -> None:
-    """Until a snapshot of the run holds what was learned from every message."""
+def wait_until_saved(out: Path, ends: dict[int, int], worker: subprocess.Popen[bytes], log: Path) -> None:
+    """Until a snapshot of the run holds what was learned from every impression, up to the offsets ``ends``."""
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         snapshots = (entry.snapshot for entry in list_snapshots(str(out / "snapshots")))
         newest = next((snapshot for snapshot in snapshots if snapshot is not None), None)
         state: dict[str, Any] = {} if newest is None else newest.manifest.job
-        if state and all(state["data"]["cursors"][str(partition)][1] >= count for partition, count in counts.items()):
+        cursors = state["data"]["cursors"] if state else {}
+        if state and all(place_of(cursors[str(partition)][1])[0] >= offset for partition, offset in ends.items()):
             return
         require_alive(worker, log)
         if time.monotonic() > end:
