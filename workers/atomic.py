@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it is renamed to ``path`` once the block has succeeded.
 
-    The old folder is moved aside once the new one is on disk, and removed last, so that one of the two is always
+    The old folder is renamed once the new one is on disk, and removed last, so that one of the two is always
     complete: :func:`complete_folder` finds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ class SchedulerHandlers:
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:
         require_same_wire(f"the server at {quoted(shard.address)}", shard.version, shard.wire, "the scheduler")
         if split_address(shard.address)[1] == 0:  # the scheduler itself calls the address, and gives it to every client
-            raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
+            raise ConfigError(f"address {shard.address!r} has port 0; give the port that the server listens on")
         # First: once all shards have registered, incarnations are assigned above those they have seen.
         self._scheduler.record_incarnation(shard.highest_incarnation)
         registration = self._scheduler.register(

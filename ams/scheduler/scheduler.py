@@ -411,7 +411,9 @@ class Scheduler:
             if existing is not None and existing.for_restore:
                 raise being_restored(name)
             if existing is None or existing.is_unsettled:
-                raise TableNotFound(f"there is no table {name!r}, or it was not made or dropped to the end")
+                raise TableNotFound(
+                    f"there is no table {name!r}, or its creation or drop was cut off; drop it and create it again"
+                )
             self._check_reuse(existing, wanted, True, view)
             if "optimizer" in settings:
                 existing.spec.optimizer.scalars_of_push(wanted.optimizer)

@@ -373,10 +373,13 @@ class ServerConfig(RoleConfig):
     def _check(self) -> Self:
         if self.advertise is not None and self.shards > 1:
             raise ConfigError(
-                f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards"
+                f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards; leave it "
+                "out, or start a server for each shard"
             )
         if self.ports is not None and len(self.ports) != self.shards:
-            raise ConfigError(f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards")
+            raise ConfigError(
+                f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards; name one for each"
+            )
         return self
 
 

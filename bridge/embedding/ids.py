@@ -296,7 +296,7 @@ def _by_key(jagged: Any) -> dict[str, Any]:
     values, lengths = jagged.values(), jagged.lengths()
     weights = getattr(jagged, "weights_or_none", lambda: None)()
     if not keys or len(lengths) % len(keys):
-        raise InvalidIds(f"{len(lengths)} lengths are no multiple of the {len(keys)} keys of the batch")
+        raise InvalidIds(f"the batch has {len(lengths)} lengths for {len(keys)} keys; give each key as many")
     bags = len(lengths) // len(keys)
     offsets = _offsets_of(lengths, "/".join(map(str, keys)))
     firsts = offsets[::bags].tolist() if bags else [0] * (len(keys) + 1)  # of lengths on a device the host waits here

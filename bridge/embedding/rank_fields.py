@@ -182,7 +182,7 @@ class RankFields(GroupRows):
         place, kind = len(self._with_rows) - status // 4, status % 4
         field, ids = self._fields[self._with_rows[place]], given[self._with_rows[place]]
         if kind == 2:
-            return InvalidIds(f"the offsets of field {field.name!r} do not rise from 0 to its number of ids")
+            return InvalidIds(f"the offsets of field {field.name!r} must rise from 0 to its number of ids")
         if kind == 3:
             return InvalidIds(f"the weights of field {field.name!r} are not all finite; weights must be finite")
         num_rows = self.specs[field.table_name].num_rows

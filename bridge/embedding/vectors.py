@@ -68,7 +68,10 @@ def merged_ids(fields: Sequence[Field], features: Sequence[FeatureIds], num_rows
 def require_no_max_weights(field: Field, ids: FieldIds) -> None:
     """Raise InvalidArgument for weights that the pooling does not support."""
     if field.pooling == "max" and ids.weights is not None:
-        raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+        raise InvalidArgument(
+            f"field {field.name!r} has weights and pooling 'max', which takes none; leave the weights out, or choose "
+            "'sum', 'mean' or 'sqrtn'"
+        )
 
 
 def distinct_features(fields: Sequence[Field]) -> list[Any]:

@@ -237,7 +237,7 @@ class SlowGear(ModuleWithRows):
         """Continue at the saved step. Raises SpecMismatch for another name or width."""
         for key, mine in (("gear", self.name), ("dim", self.dim)):
             if state[key] != mine:
-                raise SpecMismatch(f"the saved slow gear has {key} {state[key]!r}, this one {mine!r}")
+                raise SpecMismatch(f"the saved slow gear has {key} {state[key]!r}, this one {mine!r}; make it as saved")
         self.row_update.discard()
         self.row_update.step = int(state["step"])
 

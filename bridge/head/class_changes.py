@@ -129,7 +129,9 @@ def _checked_rows(rows: Tensor, shapes: list[tuple[int, ...]], dtype: torch.dtyp
         raise InvalidRows(f"rows are {found}; they must be a floating-point tensor {wanted}, one row a class")
     stored = rows.detach().to("cpu", dtype).reshape(len(rows), -1).contiguous()
     if len(wrong := torch.nonzero(~torch.isfinite(stored).all(dim=1))):
-        raise NonFinite(f"row {int(wrong[0])} of the new classes holds NaN, infinity or values beyond {dtype}")
+        raise NonFinite(
+            f"row {int(wrong[0])} of the new classes holds NaN, infinity or values beyond {dtype}; give finite rows"
+        )
     return stored
 
 

@@ -256,7 +256,9 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         folder = given[0]
         given = sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_by_numbers)
         if not given:
-            raise InvalidArgument(f"{folder} has no weight file ({', '.join(SUFFIXES)})")
+            raise InvalidArgument(
+                f"{folder} has no weight file ({', '.join(SUFFIXES)}); give another folder, or a file"
+            )
     if len({path.resolve() for path in given}) < len(given):
         twice = next(path for path in given if [other.resolve() for other in given].count(path.resolve()) > 1)
         raise InvalidArgument(f"{twice} was given twice; give the file of each rank once, in rank order")
@@ -333,7 +335,7 @@ def _open(path: Path, wanted: _ExpectedShape, key: str | None) -> _Part:
     if path.suffix not in opening:
         raise InvalidArgument(f"{path} is no weight file; its name must end in one of {', '.join(SUFFIXES)}")
     if not path.is_file():
-        raise InvalidArgument(f"{path} does not exist")
+        raise InvalidArgument(f"{path} does not exist; give a weight file ({', '.join(SUFFIXES)})")
     return opening[path.suffix](path, wanted, key)
 
 

@@ -41,7 +41,9 @@ class MeshGroup:
 
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
-            raise InvalidArgument("torch.distributed is not initialised, so there is no DeviceMesh of one process")
+            raise InvalidArgument(
+                "torch.distributed is not initialised, so there is no DeviceMesh; call init_process_group() first"
+            )
         return DeviceMesh.from_group(group, self.device.type)
 
 

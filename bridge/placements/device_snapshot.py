@@ -230,7 +230,7 @@ def _require_fit(table: DeviceRows, entry: FileEntry, snapshot: Snapshot, arrays
         and (steps is not None or not spec.needs_step_numbers)
     )
     if not fits:
-        raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")
+        raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}; use another snapshot")
 
 
 class DevicePlacement(Placement):

@@ -90,7 +90,9 @@ class ItemTree:
         wanted = np.asarray(as_array(items, InvalidIds, "items"))
         places = np.minimum(np.searchsorted(self._sorted, wanted), len(self.items) - 1)
         if len(missing := np.flatnonzero(self._sorted[places] != wanted)):
-            raise InvalidIds(f"item {wanted[missing[0]]} is not in the tree, which has {len(self.items):,}")
+            raise InvalidIds(
+                f"item {wanted[missing[0]]} is not in the tree, which has {len(self.items):,}; make a tree with it"
+            )
         return self._slots[self.depth][self._places[places]]
 
     def node_ids(self, items: Any) -> Ids:

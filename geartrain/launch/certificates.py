@@ -225,7 +225,9 @@ def _authority(folder: Path) -> tuple[list[x509.Certificate], ec.EllipticCurvePr
         raise ConfigError(f"{folder / CA_KEY} or {folder / CA_FILE} is damaged: {exc}") from exc
     certificates.sort(key=lambda found: found.public_key() != key.public_key())
     if certificates[0].public_key() != key.public_key() or not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{folder / CA_KEY} is not the key of a certificate in {folder / CA_FILE}")
+        raise ConfigError(
+            f"{folder / CA_KEY} is not the key of a certificate in {folder / CA_FILE}; bring both back from one copy"
+        )
     return certificates, key
 
 

@@ -110,7 +110,7 @@ def _places(then: Mapping[str, npt.NDArray[Any]], rows: EncodedRows, ids: Ids | 
     another class has its id.
     """
     if then["centers"].shape[1:] != rows.centers.shape[1:] or ("biases" in then) != (rows.biases is not None):
-        raise ModelDamaged(f"the index is of centers {list(then['centers'].shape[1:])}, another size")
+        raise ModelDamaged(f"the index is of centers {list(then['centers'].shape[1:])}, another size; export again")
     held = then.get("ids", np.arange(len(then["centers"])))
     ids = np.arange(len(rows.centers)) if ids is None else ids
     at: Ids = np.searchsorted(ids, held).clip(max=len(ids) - 1)
@@ -130,7 +130,7 @@ def _link(file: Path, link: Path) -> None:
     try:
         link.hardlink_to(file)
     except FileNotFoundError as exc:
-        raise ModelDamaged(f"{file} is missing") from exc
+        raise ModelDamaged(f"{file} is missing; export the model again") from exc
     except OSError:  # some disks have no links
         shutil.copyfile(file, link)
 

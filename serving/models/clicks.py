@@ -233,7 +233,9 @@ class RankOperation:
         checked = reader.ids_of(arrays, self._of_context)
         given = {name: arrays[name] for name in items if name in arrays}
         if len({array.shape[:2] for array in given.values()}) > 1:
-            raise InvalidArgument(f"the arrays {', '.join(map(repr, items))} have different numbers of candidates")
+            raise InvalidArgument(
+                f"the arrays {', '.join(map(repr, items))} have different numbers of candidates; give each as many"
+            )
         is_there = _are_there(given.values())
         for name, array in given.items() if is_there.ndim == 2 else ():
             mask = is_there.reshape(is_there.shape + (1,) * (array.ndim - 2))

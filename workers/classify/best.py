@@ -79,7 +79,7 @@ class BestModel(BestValidation[Validation]):
     def training(self) -> dict[str, Any]:
         """Return the entry about training of the model's folder and the report."""
         if self.best is None or self.start is None:
-            raise ConfigError("no model was looked at yet")
+            raise ConfigError("no model was validated yet")
         return {"job": self._job, "best": asdict(self.best), "start": asdict(self.start)}
 
     def verdict(self) -> list[str]:

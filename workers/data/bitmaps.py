@@ -139,7 +139,7 @@ def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
 def open_picture(path: Path) -> Image.Image:
     """Return the decoded picture in ``path``. Raises InvalidArgument naming the file if it is none."""
     if not path.exists():
-        raise InvalidArgument(f"{path} does not exist")
+        raise InvalidArgument(f"{path} does not exist; give an image file")
     return decode_picture(path, str(path))
 
 

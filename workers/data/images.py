@@ -98,7 +98,10 @@ class StreamedImages(Images):
         read = list(self._pool.map(self._read, chosen))
         sound = [place for place, bitmap in enumerate(read) if bitmap is not None]
         if not sound:
-            raise InvalidArgument(f"none of {len(read)} pictures in a row can be read, the first is {chosen[0].where}")
+            raise InvalidArgument(
+                f"none of {len(read)} pictures in a row can be read, the first is {chosen[0].where}; replace or remove "
+                "them"
+            )
         standing_in = np.maximum(np.searchsorted(sound, np.arange(len(read)), side="right") - 1, 0)
         kept = [sound[place] for place in standing_in]
         bitmaps = torch.from_numpy(np.stack([read[place] for place in kept]))

@@ -67,7 +67,9 @@ def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
                 elif suffix in ("cls", "json"):
                     told = _label(archive, member, where)
                     if None not in (told, label) and told != label:
-                        raise InvalidArgument(f"{where} tells class {told!r:.80}, another member {label!r:.80}")
+                        raise InvalidArgument(
+                            f"{where} tells class {told!r:.80}, another member {label!r:.80}; give one class a sample"
+                        )
                     label = told if label is None else label
             end = archive.offset
         _require_end(shard, end)

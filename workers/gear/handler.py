@@ -149,7 +149,7 @@ class SlowGearHandler:
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """
         if sent_to not in ("", self._process, *self._predecessors):
-            raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
+            raise NotHolder(f"this slow gear is {self._process}; whether {sent_to} had counted it is unknown")
         engine = self._engine
         if delivery.table_incarnation > engine.table_incarnation:
             self._follow_restore(engine)

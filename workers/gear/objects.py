@@ -71,7 +71,7 @@ def open_samples(place: str, decode: str | None) -> tuple[DenseSamples, Decode |
     if place.startswith(_STORES):
         folder = place.removeprefix(_FOLDER_STORE)
         if folder != place and not Path(folder).is_dir():
-            raise ConfigError(f"samples are to be in the store in the folder {folder!r}, which is not there")
+            raise ConfigError(f"samples are in the store in {folder!r}, which is not there; give a folder that is")
         return open_store(place, namespace=SAMPLES_NAMESPACE), decoder or decode_image
     return load_object(place, "samples"), decoder
 
@@ -83,7 +83,7 @@ class SampleFolder:
         """Raise ConfigError unless the folder exists."""
         self._folder = Path(folder)
         if not self._folder.is_dir():
-            raise ConfigError(f"samples are to be in the folder {folder!r}, which is not there")
+            raise ConfigError(f"samples are in the folder {folder!r}, which is not there; give one that is")
 
     def read(self, ids: Ids) -> list[bytes | None]:
         """Return the bytes of each file; None if it is missing."""

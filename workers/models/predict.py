@@ -34,7 +34,9 @@ def image_files(paths: Iterable[Path]) -> list[Path]:
             continue
         inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
         if not inside:
-            raise InvalidArgument(f"{path} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+            raise InvalidArgument(
+                f"{path} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}); give images, or folders of them"
+            )
         files += inside
     return files
 

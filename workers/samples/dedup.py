@@ -42,7 +42,9 @@ def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
             raise InvalidArgument(f"dedup has {quoted(columns)} for level {level!r}; give a list of columns")
         for column in columns:
             if column in seen:
-                raise InvalidArgument(f"dedup has column {column!r} in levels {seen[column]!r} and {level!r}")
+                raise InvalidArgument(
+                    f"dedup has column {column!r} in levels {seen[column]!r} and {level!r}; leave it in one of them"
+                )
             seen[column] = level
     return partial(deduplicated, groups=dedup)
 

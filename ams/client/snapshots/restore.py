@@ -132,7 +132,9 @@ def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpe
     replies = all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
     found = sum(reply.created for reply in replies if isinstance(reply, Done))
     if found != expected:
-        raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {found} were there to restore")
+        raise SnapshotDamaged(
+            f"{snapshot.path} lists {expected} rows, {found} were there to restore; use another snapshot"
+        )
 
 
 def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:

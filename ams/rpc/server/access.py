@@ -200,7 +200,7 @@ class Access(grpc.ServerInterceptor):
     def _by_token(
         self, path: str, request: Any, text: str, caller: dict[str, Any], *, needs: bool
     ) -> Token | str | None:
-        """Return the token of the call (None: it goes by its certificate alone), or the reason of the refusal.
+        """Return the token of the call (None: its certificate alone counts), or the reason of the refusal.
 
         A program ``needs`` a token once there are token keys: its token defines its rights.
         """

@@ -225,7 +225,7 @@ class Freezes:
             if not request.tables or not other.tables.isdisjoint(tables):
                 if request.export_root and request.export_root != other.export_root:
                     raise Busy(
-                        f"a snapshot or another export of the same tables is being written by shard {self._shard}",
+                        f"shard {self._shard} is writing a snapshot or another export of the same tables; retry",
                         _WRITTEN_SOON_SECONDS,
                     )
                 self.thaw(other.snapshot_id, kept=False)

@@ -122,7 +122,7 @@ def compact_export(root: str | Path) -> Snapshot:
     """
     newest = newest_version(root)
     if newest is None:
-        raise SnapshotNotFound(f"{root} holds no version of an export")
+        raise SnapshotNotFound(f"{root} holds no version of an export; 'geartrain export TABLE {root}' writes one")
     if newest.manifest.parent is None:
         return newest
     return open_snapshot(compact(root, newest.name))

@@ -1,7 +1,7 @@
 """Feature store in an LMDB file, held by one process.
 
-One write transaction a call, not synced to the disk: an fsync takes milliseconds, and who asks for features would wait
-for it. What was written outlives the process; a loss of power may damage the file. Each record is sealed.
+A call is one write transaction, not synced to the disk: an fsync takes milliseconds, for which requests of features
+would wait. Records survive the process; a loss of power may damage the file. Each record is sealed.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ def _names_in(folder: Place) -> list[str]:
 
 
 def _not_found(folder: Place) -> SnapshotNotFound:
-    return SnapshotNotFound(f"{folder} is not the folder of a snapshot")
+    return SnapshotNotFound(f"{folder} is not the folder of a snapshot; give one, or the folder that holds some")
 
 
 def list_snapshots(root: str | Path) -> list[ListedSnapshot]:
@@ -404,7 +404,7 @@ def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
         passed.append(f"{damage[0]}{more}")
     if passed:
         raise SnapshotDamaged(f"none of the snapshots in {root} is sound: {'; '.join(passed)}")
-    raise SnapshotNotFound(f"there is no snapshot in {root}")
+    raise SnapshotNotFound(f"there is no snapshot in {root}; give the folder that holds some, or take one")
 
 
 def prune(

@@ -76,7 +76,7 @@ class SplitParts:
                 raise  # the model reports it, if it can
             self._failure = exc
         if self._sizes is None or self._gathered is None:
-            raise InvalidArgument(f"the model did not call its split layer {self._layer.layer_name!r}")
+            raise InvalidArgument(f"the model did not call its split layer {self._layer.layer_name!r}; call it once")
         part = len(self._joined)
         own_SD = self._arrived
         if own_SD is None:

@@ -129,7 +129,9 @@ def export(
         to, out = Path(out), None
     is_file = out is not None and out.endswith(_FILE)
     if (out is None or is_file) and (follow or compact or since is not None):
-        raise ConfigError("--since, --follow and --compact are for versions of a table, not for a file or a model")
+        raise ConfigError(
+            "--since, --follow and --compact are for versions of a table, not for a file or a model; leave them out"
+        )
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if to is not None:

@@ -80,7 +80,9 @@ class Exporter:
         newest = newest_version(self._root)
         names = [] if newest is None else [str(spec["name"]) for spec in newest.manifest.tables]
         if newest is not None and self._tables not in names and not fnmatch.filter(names, self._tables):
-            raise ConfigError(f"{self._root} holds versions of {', '.join(names)}, not of {self._tables}")
+            raise ConfigError(
+                f"{self._root} holds versions of {', '.join(names)}, not of {self._tables}; give a folder of its own"
+            )
         whole, removed = self._compacted()
         facts = {**_facts(whole), "removed": removed}
         gone = f"; removed {counted(len(removed), 'older one')}" if removed else ""

@@ -62,7 +62,7 @@ def compress(
     for text in level_columns or []:
         level, own = _pair(text, "--level")
         if level not in named:
-            raise ConfigError(f"--level {quoted(text)} is of a level that --levels {levels} does not name")
+            raise ConfigError(f"--level {quoted(text)} is of a level that --levels {levels} does not name; add it")
         named[level] = tuple(own.split(","))
     typed = [text.partition(":") for text in columns or []]
     if any(kind for _, _, kind in typed) and not all(kind for _, _, kind in typed):

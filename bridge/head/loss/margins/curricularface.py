@@ -23,7 +23,7 @@ class CurricularFace:
 
     Huang et al., "CurricularFace: Adaptive Curriculum Learning Loss for Deep Face Recognition", CVPR 2020, section 3.2.
     t, from 0 on, is the moving mean of the mean target cosine over joint batches of training; it is learned (in
-    ``state_dict``) and takes up a batch before it is used. t and the comparison count as constants for the gradient.
+    ``state_dict``) and includes a batch before its use. t and the comparison count as constants for the gradient.
 
     Not with ``rows="hosted"``. Costs a pull of the labels' rows before the others, or on ranks an all-reduce of 4·B
     bytes, and the products of :class:`~.margin.NegativesMargin`.

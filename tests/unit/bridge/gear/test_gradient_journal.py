@@ -161,9 +161,7 @@ def test_a_damaged_head_is_named_with_the_store_to_empty(tmp_path: Path) -> None
     file = tmp_path / "gradients" / "features.lmdb"
     file.write_bytes(file.read_bytes().replace(b'"gear:1"', b'"gear:2"'))
     store = LmdbFeatures(tmp_path, "gradients")
-    with pytest.raises(
-        StateDamaged, match="head of the gradient journal in store 'gradients' is damaged; empty the store"
-    ):
+    with pytest.raises(StateDamaged, match="gradient journal in store 'gradients' is damaged; empty the store"):
         GradientJournal(store, max_bytes=1 << 30)
     store.close()
 
