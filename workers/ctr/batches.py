@@ -81,7 +81,7 @@ class ClickBatches(ABC):
         """Continue reading from cursors of :meth:`where`."""
 
     def kept(self, batches: Iterable[ClickBatch]) -> Iterable[ClickBatch]:
-        """The same ``batches``, between which this worker stays one that trains."""
+        """Return ``batches``; while they are read this worker keeps its place among those that train."""
         return batches
 
     def alone(self) -> AbstractContextManager[None]:

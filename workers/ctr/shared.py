@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
@@ -38,7 +36,7 @@ from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.leased import LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.reader import FileBatches, StreamBatches
-from geartrain.workers.samples.rows import Rows, SampleRows
+from geartrain.workers.samples.rows import SampleNumbers
 from geartrain.workers.samples.source import fingerprint
 
 _POLL_SECONDS = 0.2
@@ -114,27 +112,24 @@ class SharedBatches(ClickBatches):
         return self._leased.cursors()
 
     def kept(self, batches: Iterable[ClickBatch]) -> Iterator[ClickBatch]:
-        """See ClickBatches: its lease does not end while it looks at a validation."""
+        """Pass ``batches`` on, and keep the lease meanwhile."""
         for batch in batches:
             yield batch
             self._leased.keep()
 
     def alone(self) -> AbstractContextManager[None]:
-        """See ClickBatches. It costs an RPC to the scheduler, and the others a moment."""
+        """Pause the other workers, by an RPC to the scheduler."""
         return self._leased.alone()
 
     @property
     def has_others(self) -> bool:  # type: ignore[override]
-        """See ClickBatches."""
         return self._leased.has_others
 
     def settle(self) -> bool:
-        """See ClickBatches."""
         self.close()
         return is_kept(self._cluster, self._job)
 
     def reopen(self) -> bool:
-        """See ClickBatches."""
         if not self.settle():
             return False
         self._next = None
@@ -142,14 +137,12 @@ class SharedBatches(ClickBatches):
         return True
 
     def wait_alone(self) -> None:
-        """See ClickBatches."""
         self.close()
         streams = self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
         while any(streams.holders().holders):
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """See ClickBatches."""
         with suppress(StaleClient):  # the job went back: others have the streams
             self._leased.close()
 
@@ -184,7 +177,7 @@ class SharedInMemory(SharedBatches):
         self._whole = whole = BatchesInMemory(samples, recipe, design)
         self.num_trained, self.num_validated, self.num_tested = whole.num_trained, whole.num_validated, whole.num_tested
         identity = fingerprint(recipe.split, recipe.seed, whole.num_trained, zlib.crc32(whole.some().clicks.tobytes()))
-        numbers = _Numbers(np.random.default_rng(recipe.seed).permutation(whole.num_trained))
+        numbers = SampleNumbers(np.random.default_rng(recipe.seed).permutation(whole.num_trained))
         order = EpochOrder(numbers.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
         epochs = math.ceil(recipe.epochs)
         reader = partial(FileBatches, numbers, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
@@ -196,31 +189,13 @@ class SharedInMemory(SharedBatches):
         return self._whole.numbered(numbers.numpy(), numbers.numpy())
 
     def some(self) -> ClickSamples:
-        """See ClickBatches."""
         return self._whole.some()
 
     def validated(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._whole.validated()
 
     def tested(self) -> Iterator[ClickBatch]:
-        """See ClickBatches."""
         return self._whole.tested()
-
-
-class _Numbers:
-    """Numbers of samples, as one part of a :class:`~geartrain.workers.samples.source.SampleSource`."""
-
-    identity = ""
-
-    def __init__(self, numbers: npt.NDArray[np.int64]) -> None:
-        self._rows = SampleRows(pa.table({"number": numbers}), len(numbers))
-        self.part_rows = [len(numbers)]
-
-    def read(self, part: int) -> Rows:
-        """See SampleSource."""
-        del part
-        return self._rows
 
 
 class SharedTopic(SharedBatches):

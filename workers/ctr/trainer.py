@@ -309,18 +309,15 @@ class ClickTrainer(EmbeddingTrainer):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """See Trainer."""
         self._leave_steps()
         with self.samples.alone():
             yield
 
     @property
     def has_others(self) -> bool:
-        """See Trainer."""
         return self.samples.has_others
 
     def goes_on_restored(self) -> bool:
-        """See Trainer."""
         if not (self.is_restored and self.samples.reopen()):
             return False
         self._looked_at = -1
