@@ -6,6 +6,8 @@ import gc
 import socket
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.config import ClusterConfig, split_address
@@ -36,6 +38,17 @@ class ModelServer:
 
         Raises ConfigError, ModelDamaged, NotServed; the socket is then closed, as it is when the server ends.
         """
+        with ExitStack() as opened:
+            opened.callback(listener.close)
+            self._open(config, listener, models, opened)
+            opened.pop_all()
+        if self.grpc is not None:
+            self.grpc.ready()
+
+    def _open(
+        self, config: ClusterConfig, listener: socket.socket, models: Mapping[str, Any] | None, opened: ExitStack
+    ) -> None:
+        """Load the models and serve them; adds to ``opened`` what an error must close."""
         told = config.serve
         folder = certificates_of(config)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # it stores a line for good for each damaged picture
@@ -53,41 +66,35 @@ class ModelServer:
             on_batch=counts.batch,
         )
         self.service = ModelService(catalog, batcher, counts)
+        opened.callback(self.service.close)
         self.grpc: GrpcServer | None = None
         """gRPC server; None without its port."""
-        try:
-            tls, renew = None, None
-            if folder is not None:
-                from geartrain.ams.rpc.credentials import Credentials  # imports gRPC
+        tls, renew = None, None
+        if folder is not None:
+            from geartrain.ams.rpc.credentials import Credentials  # imports gRPC
 
-                tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
-            if models is None:
-                open_models(catalog, told)
-            else:  # before any request is answered by other versions
-                self.service.become(models)
-            gc.collect()
-            gc.freeze()  # otherwise garbage collection of all imports stops answers for 0.1 s, now and then
-            if told.grpc is not None:
-                from geartrain.serving.kserve.service import inference_server  # imports gRPC
+            tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
+        if models is None:
+            open_models(catalog, told)
+        else:  # before any request is answered by other versions
+            self.service.become(models)
+        gc.collect()
+        gc.freeze()  # otherwise garbage collection of all imports stops answers for 0.1 s, now and then
+        if told.grpc is not None:
+            from geartrain.serving.kserve.service import inference_server  # imports gRPC
 
-                self.grpc = inference_server(told.grpc, self.service, told, folder, rates, callers.client)
-            self._server = HttpServer(
-                build_app(self.service, callers, Limits.of(told), rates=rates),
-                listener,
-                split_address(told.listen)[0],
-                name="http",
-                tls=tls,
-                each_second=renew,
-                headers_seconds=told.body_seconds,
-                grace_seconds=DRAIN_SECONDS,
-            )
-        except BaseException:
-            self._stop_grpc(0)
-            listener.close()
-            self.service.close()
-            raise
-        if self.grpc is not None:
-            self.grpc.ready()
+            self.grpc = inference_server(told.grpc, self.service, told, folder, rates, callers.client)
+            opened.callback(self.grpc.stop, 0)
+        self._server = HttpServer(
+            build_app(self.service, callers, Limits.of(told), rates=rates),
+            listener,
+            split_address(told.listen)[0],
+            name="http",
+            tls=tls,
+            each_second=renew,
+            headers_seconds=told.body_seconds,
+            grace_seconds=DRAIN_SECONDS,
+        )
 
     @property
     def end_reason(self) -> str | None:
@@ -99,11 +106,10 @@ class ModelServer:
         self._server.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        """Answer the requests in progress, refuse others, close the models."""
-        self._stop_grpc(grace_seconds)
-        self._server.stop(grace_seconds)
+        """Answer the requests in progress, of HTTP and gRPC at once, refuse others, close the models."""
+        with ThreadPoolExecutor(1, "grpc-stop") as threads:
+            ending = None if self.grpc is None else threads.submit(self.grpc.stop, grace_seconds)
+            self._server.stop(grace_seconds)
+        if ending is not None:
+            ending.result()
         self.service.close()
-
-    def _stop_grpc(self, grace_seconds: float) -> None:
-        if self.grpc is not None:
-            self.grpc.stop(grace_seconds)
