@@ -261,7 +261,7 @@ def _missing(path: Path, role: str) -> str:
 def _read(authorities: Path, own: Path, role: str) -> _Files:
     """Read the files of a role; raises ConfigError, with the remedy, for files that no peer would accept."""
     if others_may_read(own.stat()):
-        raise ConfigError(f"{own} has a private key that others of this machine can read: chmod 600 {own}")
+        raise ConfigError(f"{own} has a private key and is open to other users of this machine: chmod 600 {own}")
     # Imported only where there are certificates.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key

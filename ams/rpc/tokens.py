@@ -119,10 +119,10 @@ def public_keys(pem: bytes) -> tuple[Ed25519PublicKey, ...]:
 
 
 def others_may_read(found: os.stat_result) -> bool:
-    """Return whether users beside this one may read a file.
+    """Return whether a file has any permission for its group or for others.
 
-    Kubernetes mounts a Secret as root's files that a group may read; a non-root process that reads them is in that
-    group.
+    Exception: a process that is not root may have a file of root's that its group can read. Kubernetes mounts a Secret
+    so, and the process reads it as a member of that group.
     """
     group = 0o040 if found.st_uid == 0 != os.geteuid() else 0
     return bool(found.st_mode & 0o077 & ~group)
@@ -163,7 +163,7 @@ class TokenFile:
 
     def _read(self, stat: os.stat_result) -> str:
         if others_may_read(stat):
-            raise ConfigError(f"{self._path} can be read by others of this machine: chmod 600 {self._path}")
+            raise ConfigError(f"{self._path} is open to other users of this machine: chmod 600 {self._path}")
         text = self._path.read_text(encoding="ascii", errors="replace").strip()
         if not text.startswith(TOKEN_PREFIX) or text.count(".") != 2 or len(text) > _MAX_BYTES:
             raise ConfigError(f"{self._path} holds no token; 'geartrain certs token' makes one")

@@ -42,10 +42,11 @@ class _Pending:
 class PartBuffer:
     """Parts of unfinished writes of one shard. Thread-safe.
 
-    Room for a whole write is reserved with its first part, as if the others were as large: so an admitted write can
-    always be completed, and one without room has nothing here (Busy: its sender retries all of it). A write whose
-    sender was silent for ``patience_seconds``, or for ``crowded_seconds`` while another lacks room, is dropped: nothing
-    of it was applied, and a sender that comes back sends all parts again.
+    Room for a whole write is reserved with its first part, as if the others were as large. An admitted write can then
+    be completed, unless its later parts are larger than its first and all writes would take more than twice
+    ``max_bytes``: it is dropped (Busy). A write without room has nothing here (Busy: its sender retries all of it). A
+    write whose sender was silent for ``patience_seconds``, or for ``crowded_seconds`` while another lacks room, is
+    dropped: nothing of it was applied, and a sender that comes back sends all parts again.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class PartBuffer:
         return is_fair and self._bytes + size <= self._max_bytes
 
     def _grow(self, key: _Key, pending: _Pending) -> None:
-        """Reserve more room for a write whose parts are larger than its first one."""
+        """Reserve more room for a write whose parts are larger than its first one. Raises Busy, and drops the write, if
+        there is none.
+        """
         growth = pending.size - pending.room
         if growth <= 0:
             return

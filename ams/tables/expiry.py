@@ -14,8 +14,9 @@ from geartrain.ams.values.expiry.rules import Expiry, RowBlock
 from geartrain.ams.values.shard_messages import Expired
 from geartrain.ams.values.specs import Ids
 
-_MAX_ROWS = 8_192
+_MIN_ROWS, _MAX_ROWS = 64, 8_192
 _MAX_BYTES = 2 << 20
+"""Most bytes of a block's rows, as float32, unless those are its least rows."""
 NEVER = 2**63 - 1
 """Step and second that no clock reaches."""
 
@@ -42,8 +43,8 @@ def expire_block(
     """Scan a block of rows from a position on and remove those that the rule selects by the table's clock; with
     ``dry_run`` only count them.
 
-    Scans at most 8,192 rows, and 2 MiB of them. Raises InvalidArgument if the rule needs values that the table does
-    not keep, or fails.
+    Scans at most 8,192 rows, and at most 2 MiB of them or 64 rows, whichever is more. Raises InvalidArgument if the
+    rule needs values that the table does not keep, or fails.
     """
     spec = table.spec
     if expiry.needs_lives and not spec.keeps_lives:
@@ -51,7 +52,7 @@ def expire_block(
             f"table {spec.name!r} does not record when and how often its rows are pushed; give it max_bytes or an "
             "expiry rule that needs it (gt.Unseen), or use gt.SmallerThan"
         )
-    ids, lives, following = table.read_lives(position, max(64, min(_MAX_ROWS, _MAX_BYTES // (4 * spec.dim))))
+    ids, lives, following = table.read_lives(position, max(_MIN_ROWS, min(_MAX_ROWS, _MAX_BYTES // (4 * spec.dim))))
     if not len(ids):
         return Expired(position=-1)
     never = np.zeros(len(ids))

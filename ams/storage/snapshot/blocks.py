@@ -200,7 +200,11 @@ def _checked_num_rows(arrays: Mapping[str, np.ndarray]) -> int:
     counting = [(name, arrays[name]) for name in _PER_ROW_ARRAYS if name in arrays]
     for name, array in counting:
         if array.ndim < 1 or len(array) != len(counting[0][1]):
-            raise InvalidArgument(f"array {name!r} has shape {array.shape}; {counting[0][0]} {counting[0][1].shape}")
+            first, rows = counting[0]
+            number = f", {len(rows)} as that of {first!r}" if rows.ndim else ""
+            raise InvalidArgument(
+                f"array {name!r} has shape {array.shape}; its first dimension must be the number of rows{number}"
+            )
     if "ids" in arrays and (arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1):
         raise InvalidArgument(f"ids are {arrays['ids'].dtype} {arrays['ids'].shape}; they must be int64 [N]")
     if "__metadata__" in arrays:

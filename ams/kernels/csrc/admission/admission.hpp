@@ -99,7 +99,8 @@ class Admission {
   };
   State state() const;
   // Merges the state of a filter of the same spec. A range that exists already gets the higher of each two counters: so
-  // two shards with parts of its buckets count no id less than they did. Throws std::bad_alloc.
+  // two shards with parts of its buckets count no id less than they did. With range < 0 only the number of pushes is
+  // merged. Throws std::bad_alloc.
   void restore(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
   static constexpr size_t kBlockBytes = 64;
   size_t range_bytes() const { return static_cast<size_t>(spec_.range_blocks) * kBlockBytes; }

@@ -119,7 +119,10 @@ def test_a_block_without_ids_counts_its_rows_and_one_of_other_arrays_none(tmp_pa
     [
         ({"ids": IDS.astype(np.int32)}, "int32"),
         ({"ids": IDS.reshape(5, 1)}, r"\(5, 1\)"),
-        ({"ids": IDS, "rows": np.zeros((4, 2))}, r"'rows' has shape \(4, 2\)"),
+        (
+            {"ids": IDS, "rows": np.zeros((4, 2))},
+            r"'rows' has shape \(4, 2\); its first dimension must be the number of rows, 5 as that",
+        ),
         ({"rows": np.zeros((4, 2)), "slots": np.zeros((5, 2))}, r"'slots' has shape \(5, 2\)"),
         ({"rows": np.array(1.0)}, r"'rows' has shape \(\)"),
         ({"names": np.array(["x"])}, "'names' has dtype <U1"),
