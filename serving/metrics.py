@@ -43,19 +43,19 @@ FAMILIES = {
         "Requests that were answered or refused, by how: status of HTTP or gRPC.", ("protocol", "code")
     ),
     "serve_request_seconds": _Family(
-        "How long requests took, from when their headers were there until their answer was.", ("protocol",), _SECONDS
+        "Seconds from the headers of a request until its answer.", ("protocol",), _SECONDS
     ),
     "serve_items_total": _Family("Items that were answered."),
-    "serve_batch_items": _Family("Items that were answered together.", bounds=_ITEMS),
-    "serve_batch_seconds": _Family("How long the model took for them.", bounds=_SECONDS),
-    "serve_wait_seconds": _Family("How long the first of them had waited.", bounds=_SECONDS),
+    "serve_batch_items": _Family("Items of a batch, answered together.", bounds=_ITEMS),
+    "serve_batch_seconds": _Family("Seconds that the model took for a batch.", bounds=_SECONDS),
+    "serve_wait_seconds": _Family("Seconds that the first item of a batch had waited.", bounds=_SECONDS),
 }
 
 
 FOLLOWED: dict[str, tuple[Literal["counter", "gauge"], str]] = {
-    "seconds_behind": ("gauge", "For so long, at most, there has been a snapshot of the training that is not served."),
+    "seconds_behind": ("gauge", "Most seconds since the training took a snapshot that is not served."),
     "steps_behind": ("gauge", "Steps of the training since what is served."),
-    "age_seconds": ("gauge", "Since the moment of the training that is served."),
+    "age_seconds": ("gauge", "Seconds since the moment of the training that is served."),
     "versions": ("counter", "Versions taken of the training."),
     "failures": ("counter", "Attempts at a version that failed; what was served is served on."),
 }
@@ -153,10 +153,10 @@ def _of_models(states: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
             if loaded["version"] == state["current"]:
                 versions.append((name, loaded["version"]))
                 created.append((name, loaded["created"]))
-    yield _gauge("serve_version", "The version that is current.", versions, "model")
-    about = "Of which moment of the training the current version is."
+    yield _gauge("serve_version", "Current version.", versions, "model")
+    about = "Unix time of the moment of the training that the current version is of."
     yield _gauge("serve_version_created_timestamp_seconds", about, created, "model")
-    yield _gauge("serve_canary_share", "Part of the questions that the canary is asked; 0: none is.", shares, "model")
+    yield _gauge("serve_canary_share", "Part of the questions that the canary answers; 0: none.", shares, "model")
 
 
 def _gauge(name: str, about: str, samples: list[tuple[Any, float]], *labels: str) -> Metric:

@@ -72,7 +72,7 @@ def call_metrics(counted: Iterable[tuple[Sequence[object], Counted]], labels: Se
     yield Metric(
         "call_seconds",
         "histogram",
-        "How long calls took, from when they were there whole until their answer was.",
+        "Seconds from the arrival of a whole call until its answer.",
         (*labels, "op", "carrier"),
         [((*v, of.op, of.carrier), Buckets(CALL_SECONDS_BOUNDS, of.by_seconds, of.seconds)) for v, of in counted],
     )

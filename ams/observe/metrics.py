@@ -69,9 +69,9 @@ class Source(Protocol):
 
 def cache_metrics(cache: str, holds: str, hits: int, misses: int) -> Iterator[Metric]:
     """Yield the metrics of a cache: its name, what it ``holds``, hits and misses."""
-    for name, count, what in (("hits", hits, "was there"), ("misses", misses, "had to be fetched, or computed")):
+    for name, count, what in (("hits", hits, "found"), ("misses", misses, "fetched or computed")):
         samples = [((cache, holds), count)]
-        yield Metric(f"cache_{name}_total", "counter", f"Look-ups of what {what}.", ("cache", "holds"), samples)
+        yield Metric(f"cache_{name}_total", "counter", f"Look-ups of entries {what}.", ("cache", "holds"), samples)
 
 
 _sources: weakref.WeakSet[Source] = weakref.WeakSet()

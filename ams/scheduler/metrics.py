@@ -27,7 +27,9 @@ def scheduler_metrics(
     yield Metric("restores_total", "counter", "Restores of snapshots since the scheduler began.", (), [((), restores)])
     newest = events.newest("snapshot")
     phases = newest and {"hold": newest.hold_seconds, "write": newest.seconds - newest.hold_seconds}
-    what = "Of the newest snapshot: until every shard held its moment (writes stand still), and until it was whole."
+    what = (
+        "Seconds of the newest snapshot: until every shard held its moment (writes wait), and then until it was whole."
+    )
     yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases or {}))
 
 
@@ -44,17 +46,17 @@ def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
         [((), view.cluster_version)],
     )
     up = {entry.shard: int(entry.state in ("up", "leaving")) for entry in shards}
-    yield Metric("shard_up", "gauge", "1: heartbeats arrive.", ("shard",), _by(up))
+    yield Metric("shard_up", "gauge", "1 while heartbeats of the shard arrive.", ("shard",), _by(up))
     ages = {entry.shard: entry.heartbeat_age_seconds for entry in seen}
-    yield Metric("shard_heartbeat_age_seconds", "gauge", "Since its last heartbeat.", ("shard",), _by(ages))
+    yield Metric("shard_heartbeat_age_seconds", "gauge", "Seconds since its last heartbeat.", ("shard",), _by(ages))
     restarts = {entry.shard: noted.restarts[entry.shard] for entry in shards}
-    what = "How often a new process took the place of one that had ended, or seemed to."
+    what = "Processes that replaced one that had ended, or seemed to."
     yield Metric("shard_restarts_total", "counter", what, ("shard",), _by(restarts))
     takeovers = {entry.shard: noted.takeovers[entry.shard] for entry in shards}
-    what = "How often another process took the place of one that lived."
+    what = "Processes that replaced one that still ran."
     yield Metric("shard_takeovers_total", "counter", what, ("shard",), _by(takeovers))
     told = {shard: member for shard, member in members.items() if member.version}
-    what = "How far a member's clock is ahead of the scheduler's, less the way of a heartbeat."
+    what = "Seconds by which a member's clock is ahead of the scheduler's, less the travel time of a heartbeat."
     offsets = [(("server", shard, member.address), member.clock_ahead_seconds) for shard, member in told.items()]
     yield Metric("clock_offset_seconds", "gauge", what, ("role", "number", "address"), offsets)
     versions = [(("server", shard, member.version), 1) for shard, member in told.items()]
@@ -69,30 +71,30 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
     steps = {entry.job: entry.report.step for entry in entries}
     yield Metric("job_last_step", "gauge", "Steps that the job has done.", job, _by(steps))
     recoveries = {entry.job: entry.recoveries for entry in entries}
-    yield Metric("job_recoveries_total", "counter", "How often it went back to a snapshot.", job, _by(recoveries))
+    yield Metric("job_recoveries_total", "counter", "Times that the job went back to a snapshot.", job, _by(recoveries))
     lost = {entry.job: entry.steps_lost for entry in entries}
-    yield Metric("job_steps_lost_total", "counter", "Steps that it had done and did again.", job, _by(lost))
+    yield Metric("job_steps_lost_total", "counter", "Steps that the job had done and did again.", job, _by(lost))
     failures = [((e.job, reason), number) for e in entries for reason, number in e.snapshot_failures.items()]
-    what = "Snapshots that did not come, by type of the error."
+    what = "Failed snapshots, by type of the error."
     yield Metric("snapshot_failures_total", "counter", what, ("job", "reason"), failures)
     failed_at, snapshot_failed_at = jobs.failed_at()
-    what = "When it failed, since 1970, unless it has begun again."
+    what = "Unix time at which the job failed, unless it has begun again."
     yield Metric("job_failed_timestamp_seconds", "gauge", what, job, _by(failed_at))
-    what = "When a snapshot of it did not come last, since 1970, by type of the error."
+    what = "Unix time of the job's last failed snapshot, by type of the error."
     samples = list(snapshot_failed_at.items())
     yield Metric("snapshot_last_failure_timestamp_seconds", "gauge", what, ("job", "reason"), samples)
     stepped = {entry.job: now - entry.step_seconds_ago for entry in going}
-    what = "When its step last rose, since 1970."
+    what = "Unix time at which the job's step last rose."
     yield Metric("job_last_step_timestamp_seconds", "gauge", what, job, _by(stepped))
     # A job that never gets one must alarm, too; one that starts again must not, before there could be one.
     saved = {}
     for entry in going:
         ago = entry.snapshot_seconds_ago
         saved[entry.job] = now - (entry.began_seconds_ago if ago is None else min(ago, entry.began_seconds_ago))
-    what = "When its newest snapshot was whole, or, if that is later, when its process began; since 1970."
+    what = "Unix time at which the job's newest snapshot was whole or, if later, its process began."
     yield Metric("snapshot_last_success_timestamp_seconds", "gauge", what, job, _by(saved))
     every = {e.job: e.report.snapshot_every_seconds for e in going if e.report.snapshot_every_seconds}
-    yield Metric("snapshot_interval_seconds", "gauge", "Between two snapshots, about.", job, _by(every))
+    yield Metric("snapshot_interval_seconds", "gauge", "Approximate seconds between two snapshots.", job, _by(every))
 
 
 def _of_workers(streams: StreamLeases, steps: WorkerSteps) -> Iterator[Metric]:

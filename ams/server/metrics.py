@@ -37,7 +37,7 @@ def server_metrics(served: Sequence[ServedShard]) -> Iterator[Metric]:
     for of in served:
         yield from _of_shard(of)
         yield from _of_tables(of.shard)
-    limit = "Most that all tables of the process may take together."
+    limit = "Most bytes that all tables of the process may take together."
     yield Metric("table_memory_limit_bytes", "gauge", limit, samples=[((), memory_limit())])
 
 
@@ -48,7 +48,7 @@ def _of_shard(of: ServedShard) -> Iterator[Metric]:
     yield Metric("queue_length", "gauge", "Calls that wait for the shard's turn.", labels, [(values, waiting)])
     yield Metric("busy_seconds_total", "counter", busy, labels, [(values, engine.busy_seconds)])
     yield Metric("connections", "gauge", "Connections of clients for rows.", labels, [(values, of.num_connections)])
-    yield Metric("snapshots_held", "gauge", "Snapshots that a moment of it is held for.", labels, [(values, held)])
+    yield Metric("snapshots_held", "gauge", "Snapshots and exports under way.", labels, [(values, held)])
 
 
 def _of_tables(shard: Shard) -> Iterator[Metric]:
@@ -56,13 +56,13 @@ def _of_tables(shard: Shard) -> Iterator[Metric]:
     for state, created, parts in shard.counted_tables(_TURN_SECONDS):
         values = (state.spec.name, shard.shard)
         sizes = [((*values, part), size) for part, size in parts.items()]
-        yield Metric("table_rows", "gauge", "Rows that there are.", labels, [(values, state.rows)])
-        yield Metric("table_bytes", "gauge", "Memory, by what it is for.", (*labels, "part"), sizes)
+        yield Metric("table_rows", "gauge", "Rows of the table.", labels, [(values, state.rows)])
+        yield Metric("table_bytes", "gauge", "Bytes of memory, by purpose.", (*labels, "part"), sizes)
         for name, text, value in (
             ("table_writes_total", "Pushes, assigns and removals, with those before a restore.", state.writes),
             ("rows_admitted_total", "Rows that pushes and assigns made.", created),
-            ("rows_expired_total", "Rows that went by a rule.", state.expired),
-            ("rows_evicted_total", "Rows that went because others needed their room.", state.evicted),
+            ("rows_expired_total", "Rows that an expiry rule removed.", state.expired),
+            ("rows_evicted_total", "Rows removed to make room for others.", state.evicted),
         ):
             yield Metric(name, "counter", text, labels, [(values, value)])
         dropped = "Ids of pushes whose gradients were dropped: those that were not admitted."

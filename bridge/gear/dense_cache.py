@@ -102,7 +102,7 @@ class FreshnessCounts:
         misses = self._absent + self._expired + self._lagging
         yield from cache_metrics(name, holds, self._hits, misses)
         labels, values = ("cache", "holds"), (name, holds)
-        age, lag = "Age of features that were there.", "Dense updates between them and the newest."
+        age, lag = "Age of features that were found.", "Dense updates between features that were found and the newest."
         ages = Buckets(AGE_EDGES, self._ages.tolist())
         yield Metric("feature_age_seconds", "histogram", age, labels, [(values, ages)])
         lags = Buckets([edge - 1 for edge in LAG_EDGES], self._lags.tolist())

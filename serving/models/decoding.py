@@ -37,8 +37,8 @@ class QuestionPictures:
     _pixels: int = 0
 
     def bitmap(self, picture: object, where: str) -> npt.NDArray[np.uint8]:
-        """Decode an image file to [K, S, S]; ``where`` names it in errors. Raises InvalidArgument, Busy (too many large
-        ones)."""
+        """Decode an image file to [channels, side, side]; ``where`` names it in errors. Raises InvalidArgument, Busy
+        (too many large ones)."""
         if not isinstance(picture, bytes):
             raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
         with ExitStack() as held:

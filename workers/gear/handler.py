@@ -243,14 +243,14 @@ class SlowGearHandler:
             "non_finite": of.non_finite,
             "lost": of.lost,
         }
-        due, became = "Gradients that wait for others, or for their pass.", "Gradients, by what became of them."
+        due, became = "Gradients that wait for more gradients, or for a backward pass.", "Gradients, by outcome."
         yield Metric("gear_gradients_waiting", "gauge", due, ("gear", "for"), self._by(waiting))
         yield Metric("gear_gradients_total", "counter", became, ("gear", "outcome"), self._by(ended))
         for name, text, number in (
             ("gear_queued_ids", "Ids whose features wait to be computed.", state.queued_ids),
-            ("gear_partitions", "Partitions of ids that it holds.", len(state.partitions)),
-            ("gear_dense_version", "Updates that its module has had.", state.dense_version),
-            ("gear_failing", "1 if it does not apply what is due; its log says why.", int(bool(state.error))),
+            ("gear_partitions", "Partitions of ids that the slow gear holds.", len(state.partitions)),
+            ("gear_dense_version", "Dense updates of the slow gear's module.", state.dense_version),
+            ("gear_failing", "1 if updates that are due fail; the log says why.", int(bool(state.error))),
         ):
             yield Metric(name, "gauge", text, ("gear",), [((self.name,), number)])
 

@@ -16,7 +16,7 @@ from geartrain.bridge.rows.tables import ROW_SECONDS
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Histogram bounds in seconds, of a step or a part of it."""
 PHASES = ("pull", "push", "forward", "backward", "update")
-"""Parts of a step: waits for rows, sending of gradients; without these, the loss, the backward pass, and the update."""
+"""Phases of a step: waits for rows; sending of gradients; and, without both, loss, backward pass, update."""
 
 
 RATE_SECONDS = 10.0
@@ -57,7 +57,7 @@ class StepTimer:
         self._since = self._now()
 
     def ended(self, phase: str) -> None:
-        """Count the time since the last call as ``phase``, except waits for rows."""
+        """Count the time since the last call as ``phase``, except pulls and pushes: phases of their own."""
         now = self._now()
         whole, pull, push = (at - before for at, before in zip(now, self._since, strict=True))
         self._since = now
@@ -98,13 +98,16 @@ class JobCounters:
         job, label = (self.job,), ("job",)
         yield Metric("job_steps_total", "counter", "Steps done by this process.", label, [(job, self._steps)])
         samples = [(job, self._samples)]
-        yield Metric("job_samples_total", "counter", "Samples that they were done with.", label, samples)
+        yield Metric("job_samples_total", "counter", "Samples of the steps done by this process.", label, samples)
         if self.loss is not None:
-            yield Metric("job_loss", "gauge", "The newest that was read.", label, [(job, self.loss)])
+            yield Metric("job_loss", "gauge", "Newest loss that was read.", label, [(job, self.loss)])
         if self.figures:
-            what, named = "Of the newest validation.", [((self.job, name), of) for name, of in self.figures.items()]
+            what, named = (
+                "Figures of the newest validation.",
+                [((self.job, name), of) for name, of in self.figures.items()],
+            )
             yield Metric("job_metric", "gauge", what, ("job", "metric"), named)
-        what = "Parts of a step: waiting for rows, sending their changes; loss, gradients, and what these change."
+        what = "Seconds of phases of a step: pull (waits for rows), push, forward (with the loss), backward, update."
         parts = [((self.job, p), Buckets(BOUNDS, tuple(self._counts[p]), self._seconds[p])) for p in PHASES]
         yield Metric("job_step_seconds", "histogram", what, ("job", "phase"), parts)
 

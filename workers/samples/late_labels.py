@@ -89,10 +89,10 @@ class LabelledBatches:
     def metrics(self) -> Iterator[Metric]:
         """Yield the number of waiting impressions, and the counts of rows outside the window."""
         waiting = sum(len(of.times) for of in self._waiting.copy().values())
-        yield Metric("stream_waiting_impressions", "gauge", "That wait for a click.", (), [((), waiting)])
+        yield Metric("stream_waiting_impressions", "gauge", "Impressions that wait for a click.", (), [((), waiting)])
         what = "Clicks that found no impression waiting."
         yield Metric("stream_late_clicks_total", "counter", what, (), [((), self.late_clicks)])
-        what = "Impressions given before their time, as too many waited."
+        what = "Impressions emitted before their time, as too many waited."
         yield Metric("stream_forced_impressions_total", "counter", what, (), [((), self.forced)])
 
     @property

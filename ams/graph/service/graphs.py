@@ -184,7 +184,9 @@ class Graphs:
         with self._lock:
             ended, building = dict(self._ended), [build.state() for build in self._running.values()]
         graphs = [_info(*loaded) for loaded in list(self._loaded.values())]
-        yield Metric("graph_builds_total", "counter", "Builds, by how they ended.", ("table", "code"), ended.items())
+        yield Metric(
+            "graph_builds_total", "counter", "Graph builds, by how they ended.", ("table", "code"), ended.items()
+        )
         pairs = [
             ((build.table, kind), number)
             for build in building
@@ -192,10 +194,10 @@ class Graphs:
         ]
         yield Metric("graph_build_pairs", "gauge", "Pairs of rows of a build under way.", ("table", "of"), pairs)
         for name, text, field in (
-            ("graph_version", "Counts the graphs of a table.", "version"),
-            ("graph_built_timestamp_seconds", "When its graph was built.", "built_unix_seconds"),
-            ("graph_classes", "Classes in its graph.", "num_classes"),
-            ("graph_bytes", "Memory of its graph.", "whole_bytes"),
+            ("graph_version", "Number of the table's graph: each build raises it.", "version"),
+            ("graph_built_timestamp_seconds", "Unix time at which the table's graph was built.", "built_unix_seconds"),
+            ("graph_classes", "Classes in the table's graph.", "num_classes"),
+            ("graph_bytes", "Bytes of memory of the table's graph.", "whole_bytes"),
         ):
             yield Metric(name, "gauge", text, ("table",), [((info.table,), getattr(info, field)) for info in graphs])
 
