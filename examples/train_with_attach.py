@@ -1,4 +1,5 @@
-"""All parameters in the cluster: rows by id, and the network as a dense table (gt.attach). The worker holds nothing.
+"""All parameters in the cluster: rows by id, and the network as a dense table (gt.attach). A worker keeps
+only a copy of the network, pulled after each step.
 
 Start it several times with the address of a cluster, and the workers train one model: asynchronously, as here; with
 ``mode="sync"`` for both, as the ranks of torch.distributed, step by step.

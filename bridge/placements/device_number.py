@@ -18,7 +18,8 @@ class DeviceNumber:
         """Value of the copy; None: unknown."""
 
     def on(self, value: float, device: torch.device) -> float | Tensor:
-        """Return ``value`` as a 0-dim tensor on ``device``, always in the same memory; as is where no kernel reads it.
+        """Return ``value`` as a 0-dim tensor on ``device``, in the same memory until ``device`` changes; as is where no
+        kernel reads it.
 
         While a CUDA graph is captured the copy is not written: call :meth:`write` before each replay.
         """

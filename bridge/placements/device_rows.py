@@ -1,7 +1,7 @@
 """Rows and slots in the memory of the ranks' devices: each rank has consecutive ids, or ids by a hash.
 
-Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id, or
-in the order in which their ids came (``row_ids.py``).
+Legend: C rows in all, L of them on this rank, D width, S numbers of a row's slots, N rows of a call. Rows are numbered
+from the rank's first id, or in the order in which their ids came (``row_ids.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ELAPSED_WIDTHS = 8
 """Float32 chunks that catching up rows and slots uses on a device: four of float64."""
 
 
-_PER_ROW_ARRAYS = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
+_PER_ROW_ARRAYS = ("rows_LD", "slots_LS", "steps_L", "row_scales_LK", "slot_scales_LK")
 
 
 class DeviceRows:
@@ -82,12 +82,12 @@ class DeviceRows:
         with torch.inference_mode(False):
             self.rows_LD = _empty(self.num_local, spec.dim, _STORED.get(spec.dtype, self.row_dtype), device)
             slot_dtype = _STORED.get(spec.slot_dtype, TORCH_DTYPES[spec.slot_dtype])
-            self.slots_LD = _empty(self.num_local, spec.slot_dim, slot_dtype, device) if spec.has_slots else None
+            self.slots_LS = _empty(self.num_local, spec.slot_dim, slot_dtype, device) if spec.has_slots else None
             self.row_scales_LK, self.slot_scales_LK = (
                 None
                 if stored is None or stored.dtype not in LARGEST
                 else _empty(self.num_local, num_scales(stored.dtype, stored.shape[1]), torch.bfloat16, device)
-                for stored in (self.rows_LD, self.slots_LD)
+                for stored in (self.rows_LD, self.slots_LS)
             )
             """Scales of 8-bit rows (``kernels/scaled.py``)."""
             self.clock = torch.zeros((), dtype=torch.int64, device=device) if spec.is_scaled else None
@@ -156,7 +156,7 @@ class DeviceRows:
         """The rows' arrays as kernels take them."""
         return row_update.RowArrays(
             rows_LD=self.rows_LD,
-            slots_LS=self.slots_LD,
+            slots_LS=self.slots_LS,
             updates_L=self.steps_L,
             refused=self.refused,
             first=self.first,
@@ -246,7 +246,7 @@ class DeviceRows:
             for name in _PER_ROW_ARRAYS if self.ids.table is not None else ():
                 if (held := getattr(self, name)) is not None:
                     setattr(self, name, held[: self.num_local].clone())
-        for tensor in (self.slots_LD, self.slot_scales_LK, self.steps_L, self.clock):
+        for tensor in (self.slots_LS, self.slot_scales_LK, self.steps_L, self.clock):
             if tensor is not None:
                 tensor.zero_()
         if self.steps is not None:
@@ -358,8 +358,8 @@ class DeviceRows:
         places, numbers = self.local(ids)
         self.is_written = True
         self._write_rows(numbers, values[torch.from_numpy(places)])
-        if self.slots_LD is not None:
-            self.slots_LD[numbers] = 0
+        if self.slots_LS is not None:
+            self.slots_LS[numbers] = 0
         if self.steps_L is not None and self.steps is not None:
             self.steps_L[numbers] = self.steps.now if self.steps.moves_rows_at_rest else RESTING
         elif self.steps_L is not None and self.spec.optimizer.counts_updates:
@@ -369,8 +369,8 @@ class DeviceRows:
     def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None) -> None:
         """Overwrite rows, slots and steps (None: 0 updates, as in older snapshots of 16 bits)."""
         self._write_rows(numbers, rows_ND)
-        if self.slots_LD is not None and slots_ND is not None:
-            _write(self.slots_LD, self.slot_scales_LK, numbers, slots_ND.to(self.device))
+        if self.slots_LS is not None and slots_ND is not None:
+            _write(self.slots_LS, self.slot_scales_LK, numbers, slots_ND.to(self.device))
         if self.steps_L is not None:
             self.steps_L[numbers] = 0 if steps_N is None else steps_N.to(self.device)
 
@@ -383,14 +383,14 @@ class DeviceRows:
 
     def current_rows(self, index: RowIndex) -> Tensor:
         """Return a copy of the current rows [N, D] in their storage type, as a shard's pull does."""
-        if self.steps is None or self.slots_LD is None or self.steps_L is None:
+        if self.steps is None or self.slots_LS is None or self.steps_L is None:
             return self.stored.rows(index, self.row_dtype)
         numbers_N = self._numbers(index)
         out_ND = self.rows_LD.new_empty(len(numbers_N), self.spec.dim)
         block = max(1, BLOCK_BYTES // (8 * self.spec.dim))
         for start in range(0, len(numbers_N), block):
             numbers_B = numbers_N[start : start + block]
-            moved_BD = self.steps.moved_rows(self.rows_LD[numbers_B], self.slots_LD[numbers_B], self.steps_L[numbers_B])
+            moved_BD = self.steps.moved_rows(self.rows_LD[numbers_B], self.slots_LS[numbers_B], self.steps_L[numbers_B])
             out_ND[start : start + block] = moved_BD.float()
         return out_ND
 
@@ -407,11 +407,11 @@ class DeviceRows:
         if self.device.type != "cpu" or work.arithmetic.compute != torch.float32:
             rows_ND = self.current_rows(index)
             return work.empty(name, *rows_ND.shape).copy_(rows_ND)
-        rows_LD, slots_LD, steps_L, numbers, _ = self._arrays_of(index)
-        assert slots_LD is not None and steps_L is not None
+        rows_LD, slots_LS, steps_L, numbers, _ = self._arrays_of(index)
+        assert slots_LS is not None and steps_L is not None
         num = len(rows_LD) if numbers is None else len(numbers)
         out_ND = work.empty(name, num, self.spec.dim)
-        array_update.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
+        array_update.read(rows_LD, slots_LS, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
         return out_ND
 
     def _loaded(self, work: Workspace, stored_LD: Tensor, index: RowIndex, name: str) -> Tensor:
@@ -442,9 +442,9 @@ class DeviceRows:
             lr = self.lr_of(optimizer) if gradient_ND.dtype == torch.float32 else optimizer.lr
             row_update.update(self.stored, index, gradient_ND, optimizer, lr=lr, scale=scale)
             return
-        assert self.slots_LD is not None and self.steps_L is not None
+        assert self.slots_LS is not None and self.steps_L is not None
         numbers_N = self._numbers(index)
-        rows_ND, slots_ND = (stored[numbers_N].to(gradient_ND.dtype) for stored in (self.rows_LD, self.slots_LD))
+        rows_ND, slots_ND = (stored[numbers_N].to(gradient_ND.dtype) for stored in (self.rows_LD, self.slots_LS))
         last_N = self.steps_L[numbers_N]
         self.steps.update(rows_ND, slots_ND, last_N, gradient_ND.mul_(scale), optimizer.lr)
         row_update.store(self.stored, numbers_N, rows_ND, slots_ND, torch.full_like(last_N, self.steps.now + 1))
@@ -470,12 +470,12 @@ class DeviceRows:
 
     def _bring_up(self, steps: ElapsedSteps, index: slice) -> None:
         """Catch up rows whose last step is long ago."""
-        assert self.slots_LD is not None and self.steps_L is not None
+        assert self.slots_LS is not None and self.steps_L is not None
         last_N = self.steps_L[index]
         overdue_N = steps.are_overdue(last_N)
         if self.device.type == "cpu" and not bool(overdue_N.any()):  # on a device the host would wait
             return
-        old_ND, old_slots_ND = self.rows_LD[index], self.slots_LD[index]
+        old_ND, old_slots_ND = self.rows_LD[index], self.slots_LS[index]
         rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
         ids_N, now_N = self.stored.ids(self._numbers(index)), torch.full_like(last_N, steps.now)
         rows_ND = round_rows(rows_ND, old_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=ROW)
@@ -483,30 +483,30 @@ class DeviceRows:
         if not steps.moves_rows_at_rest:
             now_N = torch.where((slots_ND != 0).any(1), now_N, RESTING)
         self.rows_LD[index] = torch.where(overdue_N.unsqueeze(1), rows_ND, old_ND)
-        self.slots_LD[index] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
+        self.slots_LS[index] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
         self.steps_L[index] = torch.where(overdue_N, now_N, last_N)
 
     def _arrays_of(
         self, index: RowIndex
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
         """Return rows, slots and steps for compiled code, the row numbers (None: all), and the id of the first."""
-        rows_LD, slots_LD, steps_L, numbers, first = self.rows_LD, self.slots_LD, self.steps_L, None, self.first
+        rows_LD, slots_LS, steps_L, numbers, first = self.rows_LD, self.slots_LS, self.steps_L, None, self.first
         if isinstance(index, slice):
             first += index.indices(self.num_local)[0]
             rows_LD = rows_LD[index]
-            slots_LD = None if slots_LD is None else slots_LD[index]
+            slots_LS = None if slots_LS is None else slots_LS[index]
             steps_L = None if steps_L is None else steps_L[index]
         else:
             numbers = index.numpy()
-        slots = None if slots_LD is None else as_numpy(slots_LD)
+        slots = None if slots_LS is None else as_numpy(slots_LS)
         return as_numpy(rows_LD), slots, None if steps_L is None else steps_L.numpy(), numbers, first
 
     def _update_compiled(self, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: float) -> None:
-        rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(index)
+        rows_LD, slots_LS, steps_L, numbers, first = self._arrays_of(index)
         refused = array_update.update(
             self.spec,
             rows_LD,
-            slots_LD,
+            slots_LS,
             numbers,
             gradient_ND.numpy(),
             optimizer=optimizer,

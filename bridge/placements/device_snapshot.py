@@ -213,7 +213,7 @@ def _read(table: DeviceRows, snapshot: Snapshot) -> None:
                 table.local(ids[mine])[1],
                 as_tensor(rows[mine], table.row_dtype),
                 None
-                if slots is None or table.slots_LD is None
+                if slots is None or table.slots_LS is None
                 else as_tensor(slots[mine], TORCH_DTYPES[table.spec.slot_dtype]),
                 None if steps is None else torch.from_numpy(steps[mine]),
             )

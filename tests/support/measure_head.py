@@ -55,8 +55,8 @@ def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
     """Every row exists, and its momentum was touched."""
     if rows == "ranks":
         assert isinstance(head.table, DeviceRows)
-        assert head.table.slots_LD is not None
-        head.table.slots_LD.fill_(1e-3)
+        assert head.table.slots_LS is not None
+        head.table.slots_LS.fill_(1e-3)
         return
     for start in range(0, head.num_classes, 8192):
         ids = np.arange(start, min(head.num_classes, start + 8192))
@@ -65,9 +65,9 @@ def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
 
 def _table_bytes(head: gt.ClassHead, cluster: Any) -> int:
     if isinstance(head.table, DeviceRows):
-        assert head.table.slots_LD is not None
+        assert head.table.slots_LS is not None
         steps_L = head.table.steps_L
-        return head.table.rows_LD.nbytes + head.table.slots_LD.nbytes + (0 if steps_L is None else steps_L.nbytes)
+        return head.table.rows_LD.nbytes + head.table.slots_LS.nbytes + (0 if steps_L is None else steps_L.nbytes)
     return int(next(table for table in cluster.status().tables if table.name == "head").memory_bytes)
 
 

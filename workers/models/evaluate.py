@@ -1,6 +1,6 @@
 """Accuracy of a head on held-out images.
 
-Legend: N images, D width, k answers.
+Legend: N images, D width, k answers, K channels, S side of a bitmap.
 """
 
 from __future__ import annotations

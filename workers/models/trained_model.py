@@ -216,8 +216,9 @@ class TrainedModel:
             yield torch.from_numpy(np.stack([self.bitmap(item) for item in several]))
 
     def bitmap(self, picture: str | Path | Image.Image, where: str = "") -> Any:
-        """Return the backbone's input of a picture: uint8 [K, S, S]. Raises InvalidArgument for another file, which it
-        names by its path, or as ``where``.
+        """Return the backbone's input of a picture: uint8 [channels, side, side].
+
+        Raises InvalidArgument for another file, which it names by its path, or as ``where``.
         """
         if self.preprocessing is None:
             raise InvalidArgument(f"{self!r} takes no pictures: how they become tensors was not saved with it")

@@ -46,8 +46,8 @@ class DataFile:
 
 
 def find_files(where: Sources, suffixes: tuple[str, ...]) -> list[DataFile]:
-    """Return the files of a source, sorted by name. Of a folder, all below it with one of ``suffixes``, except those
-    whose name, or whose folder's name, begins with ``.`` or ``_``.
+    """Return the files of a source: places in the given order, the files of each sorted by name. Of a folder, all below
+    it with one of ``suffixes``, except those whose name, or whose folder's name, begins with ``.`` or ``_``.
 
     Raises SourceNotFound if there is none, InvalidArgument if ``where`` is no place.
     """

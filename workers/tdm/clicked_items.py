@@ -1,6 +1,6 @@
 """Clicked items of users: training samples, held-out items, and the recall of recommendation lists.
 
-Legend: N clicked samples, U users with something held out.
+Legend: U test users, n items of a list.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ClickedItems:
     """Training samples and test users."""
 
     train: ClickSamples
-    """Clicked samples, each with the earlier clicked items of its user."""
+    """Clicked samples, each with the latest ``recipe.history`` earlier clicked items of its user."""
     users: ClickSamples
-    """One sample for each test user: its fields, with all its clicked training items as history."""
+    """One sample for each test user: its fields, with its latest ``recipe.history`` clicked training items."""
     seen: list[set[int]]
     """Items of each test user's training samples, clicked or not: no list may name them."""
     wanted: list[set[int]]

@@ -1,6 +1,7 @@
 """Class rows on ranks in ``torch.distributed.checkpoint``: DTensors over the ranks, in place.
 
-Legend: C classes, L of them on this rank, D width, S numbers of a row's slots.
+Legend: C classes, L of them on this rank, D width, S numbers of a row's slots, k neighbours of a class; K scales of a
+row, or of its slots.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 class ShardedRows:
     """Rows, slots and the state of one head, as ``torch.distributed.checkpoint`` takes them (a ``Stateful``).
 
-    ``rows`` [C, D], ``slots`` [C, S] and ``steps`` [C], those that the table has, are DTensors over the ranks in the
-    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax so is
-    ``graph``, and ``graph_lists`` [C, k], a DTensor as well, holds the lists of its graph: −1 where there is none.
-    torch refuses to load them with another ``k`` than they were saved with.
+    ``rows`` [C, D], ``slots`` [C, S], ``steps`` [C], ``row_scales`` [C, K] and ``slot_scales`` [C, K], those that the
+    table has, are DTensors over the ranks, and plain tensors with one rank, in the memory of the table: nothing is
+    copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax so is ``graph``, and ``graph_lists``
+    [C, k], a tensor of the same kind, holds the lists of its graph: −1 where there is none. torch refuses to load them
+    with another ``k`` than they were saved with.
     """
 
     def __init__(self, backend: RankHead, head: nn.Module) -> None:
@@ -36,9 +38,9 @@ class ShardedRows:
         self._head = head
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tensors that are saved, or that a load fills. The first call makes the mesh, a collective."""
+        """Return the tensors that are saved, or that a load fills."""
         table = self._backend.table
-        tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
+        tensors = {"rows": table.rows_LD, "slots": table.slots_LS, "steps": table.steps_L}
         tensors |= {"row_scales": table.row_scales_LK, "slot_scales": table.slot_scales_LK}
         steps = None if table.steps is None else table.steps.state._asdict()
         graph = self._backend.select.graph_state()

@@ -148,7 +148,7 @@ def test_vectors_without_gradient_make_no_rows() -> None:
     assert torch.equal(found[5:], first[5:]) and (found[:5] != first[:5]).all()
     assert rows.num_present == 5
     table(ids).sum().backward()  # those that were there for a moment begin with nothing in their slots
-    assert rows.num_present == len(ids) and not rows.slots_LD[5:].any() and not rows.steps_L[5:].any()
+    assert rows.num_present == len(ids) and not rows.slots_LS[5:].any() and not rows.steps_L[5:].any()
     assert torch.equal(rows.pull(ids)[5:], first[5:])
 
 
@@ -172,7 +172,7 @@ def test_rows_go_to_another_device_with_their_numbers_and_to_a_snapshot_if_there
     assert torch.equal(rows.pull(known_ids(9)[[399, 0]]), torch.tensor([[798.0, 799], [0, 1]]))
     gt.save(model, tmp_path / "full")
     gt.load(model, tmp_path / "empty", replace=True)
-    assert rows.num_present == 0 and rows.num_local == 96 == len(rows.slots_LD)
+    assert rows.num_present == 0 and rows.num_local == 96 == len(rows.slots_LS)
     with torch.inference_mode():  # as a server may
         gt.load(model, tmp_path / "full", replace=True)
     rows.assign(torch.tensor([1]).numpy(), torch.tensor([[5.0, 6.0]]).numpy())

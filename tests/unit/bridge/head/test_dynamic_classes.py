@@ -162,9 +162,9 @@ def test_a_retired_class_keeps_no_momentum(cluster: Any) -> None:
     train(alone, 2)
     alone.retire_classes(gone)
     assert isinstance(alone.table, DeviceRows)
-    assert alone.table.slots_LD is not None
-    assert not alone.table.slots_LD[gone].any()
-    assert alone.table.slots_LD[6].any()
+    assert alone.table.slots_LS is not None
+    assert not alone.table.slots_LS[gone].any()
+    assert alone.table.slots_LS[6].any()
 
 
 @pytest.mark.parametrize("rows", PLACES)

@@ -40,9 +40,9 @@ from tests.specification import rounding as reference_rounding
 def test_a_rank_may_have_no_class(dtype: DTypeName, rank: int, num_local: int) -> None:
     spec = TableSpec(name="t", dim=5, num_rows=1, optimizer=SparseMomentum(0.1), dtype=dtype, slot_dtype=dtype)
     table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu"))
-    assert table.rows_LD.shape == (num_local, 5) and table.slots_LD is not None
+    assert table.rows_LD.shape == (num_local, 5) and table.slots_LS is not None
     table.assign(np.zeros(1, np.int64), np.ones((1, 5), spec.numpy_dtype))
-    assert (table.rows_LD == 1).all() and (table.slots_LD == 0).all()
+    assert (table.rows_LD == 1).all() and (table.slots_LS == 0).all()
 
 
 def test_copies_are_counted_where_no_kernel_updates_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_its_rows_have_the_bits_of_a_shards(dtype: DTypeName, optimizer: RowOpti
                 rank.assign(np.arange(50), values)
     rows, slots = _stored(shard)
     assert torch.equal(torch.cat([rank.current_rows(slice(None)) for rank in ranks]), rows)
-    if ranks[0].slots_LD is not None:
-        assert torch.equal(torch.cat([cast(Any, rank.slots_LD).float() for rank in ranks]), slots)
+    if ranks[0].slots_LS is not None:
+        assert torch.equal(torch.cat([cast(Any, rank.slots_LS).float() for rank in ranks]), slots)
 
 
 @pytest.mark.parametrize("by_number", [False, True])
@@ -146,8 +146,8 @@ def test_rows_that_pytorch_updates_meet_the_draws_of_a_shards(
     if dtype != "float32":
         assert (ours == rows).double().mean() > 0.99
     torch.testing.assert_close(ours.float(), rows.float(), atol=1e-2 if dtype == "bfloat16" else 1e-3, rtol=1e-2)
-    if ranks[0].slots_LD is not None:
-        ours = torch.cat([cast(Any, rank.slots_LD).float() for rank in ranks])
+    if ranks[0].slots_LS is not None:
+        ours = torch.cat([cast(Any, rank.slots_LS).float() for rank in ranks])
         if len(slots) == 50:
             torch.testing.assert_close(ours, slots, atol=1e-2, rtol=1e-2)
 
@@ -216,7 +216,7 @@ def _narrow_rows(dtype: DTypeName = "float8_e4m3fn", slot_dtype: DTypeName = "in
 def test_rows_of_eight_bits_take_1034_bytes_and_are_trained() -> None:
     table, wide = _narrow_rows(), _narrow_rows("float32", "float32")
     spec = table.spec
-    parts = (table.rows_LD, table.slots_LD, table.row_scales_LK, table.slot_scales_LK, table.steps_L)
+    parts = (table.rows_LD, table.slots_LS, table.row_scales_LK, table.slot_scales_LK, table.steps_L)
     held = sum(part[:1].nbytes for part in parts if part is not None)
     assert held == spec.row_bytes + spec.slot_bytes + spec.step_bytes == 1034
     random = torch.Generator().manual_seed(0)
