@@ -142,7 +142,7 @@ examples-check: $(EXAMPLES_STAMP)  ## the examples that need no cluster or data,
 ray-check: $(EXAMPLES_STAMP)  ## clusters on Ray: actors of each kind killed, a drained node, the tutorial (some minutes)
 	$(BIN)/python -m pytest --slow tests/integration/on_ray
 
-gpu-check: links  ## ten minutes on a GPU host, without a network: build, CUDA tests, kernels and steps beside their model (WHEELS=folder, OUT=folder)
+gpu-check: links  ## a check of a GPU host, without a network: build, CUDA tests, kernels and steps beside their model (WHEELS=folder, OUT=folder)
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 
 kernels: dev  ## kernels compiled for GPUs that are not here, beside scripts/kernels/compiled.json

@@ -1,4 +1,4 @@
-"""What the first ten minutes with a GPU do: build, test, and measure kernels and steps beside what a model says.
+"""Check of a GPU host: build, test, and measure kernels and steps beside what a model says.
 
 ``make gpu-check``. Needs python >= 3.11 with torch, triton, numpy, nanobind and pytest, and cmake, ninja and a C++
 compiler; no network. The extension is built beside its Python files and the repository itself is what is imported;

@@ -100,7 +100,7 @@ class GearAccount:
     """Gradients whose sample or backward pass failed."""
     non_finite: int = 0
     lost: int = 0
-    """Gradients lost with a slow gear that died with them, or before it acknowledged them as received or applied."""
+    """Gradients that a slow gear died with, or before it reported them received or applied: an upper bound."""
 
     @property
     def adds_up(self) -> bool:
