@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from geartrain.ams.kernels._core import Lease, boot_seconds
@@ -321,7 +322,8 @@ class ShardServer:
                     self._scheduler.call(gone, timeout_seconds=1.0)
                 except (GeartrainError, AttemptFailed) as exc:
                     logger.info("shard %d left, but cannot tell the scheduler: %s", held.shard.shard, exc)
-            held.close(grace_seconds)
+        with ThreadPoolExecutor(len(self._held) or 1, "close") as threads:  # all within one grace
+            list(threads.map(lambda held: held.close(grace_seconds), self._held))
         self._held.clear()
         self._scheduler.close()
         self._ended.set()
