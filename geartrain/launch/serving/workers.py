@@ -142,7 +142,7 @@ class Workers:
     def __init__(self, config: ClusterConfig) -> None:
         """Start the workers; returns once all are ready.
 
-        Raises ConfigError (another process has the port), and the first worker's error about its settings.
+        Raises ConfigError (another process has the port), WorkerDied, and the first worker's error about its settings.
         """
         self._ports = contextlib.ExitStack()
         self.address = self._reserve_port(config.serve.listen, "--listen")
@@ -162,8 +162,10 @@ class Workers:
         self._restarts: list[float] = []
         self.end_reason: str | None = None
         self.ended_all = threading.Event()
-        self._workers = {number: _Worker(number, config, self) for number in range(config.serve.workers)}
+        self._workers: dict[int, _Worker] = {}
         try:
+            for number in range(config.serve.workers):
+                self._workers[number] = _Worker(number, config, self)
             for worker in list(self._workers.values()):
                 self._require_ready(worker)
             self._record_models()

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.config import ClusterConfig, ServeConfig
 from geartrain.launch.serving import server as module
+from geartrain.launch.serving import workers
 from geartrain.serving.http.ports import listening_socket
 
 
@@ -39,3 +40,17 @@ def test_http_and_grpc_end_within_one_grace() -> None:
     server.service = SimpleNamespace(close=lambda: ended.append("models"))
     server.stop(5.0)
     assert ended == [5.0, 5.0, "models"]
+
+
+def test_workers_that_cannot_start_free_their_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = []
+
+    def start_process(_: int, config: ClusterConfig, __: object) -> None:
+        addresses.append(config.serve.listen)
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(workers, "_Worker", start_process)
+    with pytest.raises(OSError, match="too many processes") as caught:
+        workers.Workers(ClusterConfig(serve=ServeConfig(listen="127.0.0.1:0", workers=2)))
+    listening_socket(addresses[0], "serve").close()
+    assert caught.tb is not None  # it holds the service, so that no garbage collection has closed the port
