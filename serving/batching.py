@@ -74,7 +74,7 @@ class Batcher:
         Args:
             max_batch: most items of a batch; a larger question is a batch of its own.
             max_wait_seconds: longest wait of a question for others, once a thread is free.
-            max_queued: most items in the queue; further questions raise Busy.
+            max_queued: most items in the queue; further questions raise Busy. An empty queue takes any question.
             threads: batches at once. 0: the owner calls :meth:`answer_next`, as tests do.
             clock: in seconds, monotonic.
             on_batch: called with each answered batch, on its thread.
@@ -101,7 +101,7 @@ class Batcher:
         A callable is run by the answering thread to read the question, which saves a thread switch where it is quick;
         it counts as one item until then. The version is held until the answer, even if the client leaves: a cancel has
         an effect only before its batch starts. The future gets errors of reading and of the operation. Raises Busy if
-        the queue is full.
+        the queue is full or the service is ending.
         """
         items = question.num_items if isinstance(question, Question) else 1
         with self._changed:

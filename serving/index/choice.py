@@ -25,7 +25,7 @@ _COSINE_OF_NOISE = 0.6
 _EFFORTS = tuple(2**power for power in range(2, 10))
 _BATCH = 32
 _WORTHWHILE = 2.0
-"""Required speedup of an index over exact search; twice that for an older index to be kept."""
+"""Required speedup of an index over exact search; half of that for an older index to be kept."""
 
 
 def choose_index(
@@ -38,13 +38,15 @@ def choose_index(
     older: FaissShortcut | None = None,
     threads: int = 1,
 ) -> tuple[dict[str, Any], FaissShortcut | None]:
-    """Return the fastest index whose measured recall@1 is at least ``asked_recall``: the measurements, and its
-    shortcut.
+    """Return the first index whose measured recall@1 is at least ``asked_recall`` and which is twice as fast as exact
+    search: the measurements, and its shortcut.
 
-    Falls back to exact search, which has no shortcut.
+    Tries ``ivf``, then ``hnsw``; falls back to exact search, which has no shortcut. With an ``asked_recall`` of 1, or
+    up to :data:`EXACT_IS_ENOUGH` numbers, none is tried.
 
-    ``kind``, from :data:`KINDS` or "exact", restricts the choice to one, used if its recall is enough; ``older``
-    restricts it to that index. Raises InvalidArgument, ConfigError (a faiss kind without faiss).
+    ``kind``, from :data:`KINDS` or "exact", restricts the choice to one, used at any speed if its recall is enough;
+    ``older`` restricts it to that index, used if it is no slower than exact search. Raises InvalidArgument, ConfigError
+    (a faiss kind without faiss).
     """
     require_choice(asked_recall, kind)
     exact = NearestIndex(rows, is_cosine=is_cosine, threads=threads, facts={})

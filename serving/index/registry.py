@@ -53,7 +53,7 @@ def write_index(
         biases: [C], added to the scores.
         is_cosine: Whether a score is the cosine of feature and center; otherwise their dot product.
         asked_recall: Share of features whose best class must be found; 1: exact search.
-        kind: exact, ivf, hnsw or flat (the last three of faiss); None: the fastest with enough recall.
+        kind: exact, ivf, hnsw or flat (the last three of faiss); None: ivf or hnsw, with enough recall, if worthwhile.
         queries: Features [N, D] to measure recall with, best those of held-out images; None: centers with noise.
         ids: [C] of the classes, ascending; None: 0 … C - 1.
         older: Folder of a faiss index of an earlier moment; only that is tried, nothing is built.

@@ -104,7 +104,7 @@ def warn_if_unended(folder: Path, step: int | None, say: Callable[[str], None]) 
 
 
 def has_snapshot(run: Run) -> bool:
-    """Return whether the run can be resumed from a snapshot."""
+    """Return whether the run has snapshots, damaged ones included."""
     return bool(list_snapshots(run.snapshots))
 
 
@@ -139,7 +139,8 @@ def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run |
     """Return the run that ``--continue`` resumes; None: there is none yet, or it has saved nothing, and starts anew.
 
     It is that of ``out``. If that is missing, it is recreated from the newest snapshot in ``snapshots``
-    (``out``/snapshots by default). Raises ConfigError if ``out`` has something else, or a run with other snapshots.
+    (``out``/snapshots by default). Raises ConfigError if ``out`` has something else, or a run with other snapshots,
+    SnapshotDamaged if no snapshot can be used.
     """
     require_folder(out, "--out")
     root = str(place(snapshots or out / "snapshots"))

@@ -49,7 +49,7 @@ class ModelExport:
     recall: float = 1.0
     """Share of queries whose best class the index must find; 1: exact."""
     index: str | None = None
-    """Kind of the index; None: the fastest with enough recall."""
+    """Kind of the index; None: of many classes ivf, else hnsw, if one is fast with enough recall; else exact."""
     backbone: str | None = None
     """``package.module:function`` of a user-defined backbone."""
     data: str | None = None
