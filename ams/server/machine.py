@@ -102,8 +102,8 @@ def recycle_large_buffers() -> bool:
 
 
 def limit_row_memory(memory_bytes: int | None, share: float = 1.0) -> int:
-    """Set and return the memory limit of this process's rows, in bytes. None: its ``share`` of the memory of the
-    container, or else the machine.
+    """Set and return the memory limit of this process's rows, in bytes. None: its ``share`` of
+    :func:`default_row_memory` of the container, or else the machine.
     """
     if memory_bytes is None:
         memory_bytes = int(default_row_memory(memory_pool().num_bytes) * share)

@@ -43,7 +43,7 @@ class Report:
     show: Callable[[Mapping[str, Pong]], None]
     """Print it; given what each process says of itself, by address."""
     complaints: list[str] = field(default_factory=list)
-    """Who does not answer."""
+    """Sentences about processes that do not answer, or are not ready."""
     ready: bool = True
 
 
@@ -52,13 +52,13 @@ class RoleKind:
     """A kind of process of a cluster. Texts ``module:name`` are imported when they are needed."""
 
     name: str
-    """Of its command, its section of the configuration, its ready line, and its answer to a ping."""
+    """Name of its command, its section of the configuration, its ready line, and its answer to a ping."""
     title: str
-    """For people."""
+    """Name for people."""
     settings: type[RoleConfig]
     start: Callable[[ClusterConfig], Started]
     help: str
-    """Of its command."""
+    """Help text of its command."""
     service: str | None = None
     """Its :class:`~geartrain.ams.rpc.services.Service`; None: it is not asked by gRPC's."""
     commands: str | None = None
@@ -125,7 +125,7 @@ def _start_serve(config: ClusterConfig) -> Started:
 def started(role: RoleKind, config: ClusterConfig) -> Iterator[Started]:
     """Start a role, and first the port of its counters, if it is to have one (``metrics`` of what it says then).
 
-    Whoever leaves has stopped the role. Raises what starting raises.
+    The caller stops the role before it leaves the block, which closes that port. Raises the errors of its start.
     """
     address = getattr(config, role.name).metrics
     services: list[RunningRole] = []

@@ -26,7 +26,7 @@ NOTHING_SAVED = 130
 GRACE_SECONDS = 10.0
 """Time between a signal and the kill, as docker's. A process that cannot save says why a second earlier, and ends."""
 PATIENCE_SECONDS = 5.0
-"""Longer wait for a shard that does not answer, after a signal."""
+"""Longest wait, after a signal, for a shard that does not answer."""
 UNWIND_SECONDS = 3.0
 """Time for the main thread's present call, where there is nothing to save."""
 _ONE_WISH_SECONDS = 1.0

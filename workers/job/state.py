@@ -130,7 +130,7 @@ def newest_snapshot(root: str | Path, *, allow_fallback: bool = False) -> Snapsh
     """Return the newest snapshot in ``root``.
 
     Raises SnapshotDamaged if it is damaged; with ``allow_fallback`` everything is read first, and the newest sound one
-    is returned. Raises ConfigError if there is none.
+    is returned. Raises ConfigError if there is none, SnapshotNotFound with ``allow_fallback``.
     """
     if allow_fallback:
         return latest(root, allow_fallback=True)
