@@ -48,7 +48,7 @@ class JobOptions:
     recipe: Any
     """Recipe, of the job's class."""
     stated: tuple[str, ...] = ()
-    """Dotted keys of the recipe that the person gave: a resumed run must have the same values."""
+    """Dotted keys of the recipe that the person gave: a resumed run has the same values, unless they may change."""
     own_backbone: str | None = None
     """Backbone named on the command line; only then is user code imported."""
     data: str | None = None
