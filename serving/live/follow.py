@@ -178,7 +178,8 @@ class Follower:
             is_told, self._told = self._told == why, why
         if not is_told:
             behind = self.facts["seconds_behind"], self.facts["steps_behind"]
-            logger.warning("%s; still serving the last version, %.0f s and %d steps behind", why, *behind)
+            served = "no version is served yet" if self._served is None else "still serving the last version"
+            logger.warning("%s; %s, %.0f s and %d steps behind", why, served, *behind)
 
     def _run(self) -> None:
         told, is_nice = 0.0, False

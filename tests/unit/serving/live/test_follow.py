@@ -267,7 +267,7 @@ def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Train
     assert [(found.version, found.step) for found in (first, second)] == [(9, 9), (10, 4)]
 
 
-def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:
+def test_what_holds_no_classifier_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "out").mkdir()
     with gt.local() as cluster:
         cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1))
@@ -275,6 +275,7 @@ def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:
     follower = Follower(training_of(str(tmp_path / "live")), LiveVersions(tmp_path / "out"), print)
     assert not follower.poll()
     assert "holds no classifier" in follower.facts["error"]
+    assert "no version is served yet" in caplog.text
 
 
 def test_counters_are_those_of_the_facts(trained: Trained) -> None:
