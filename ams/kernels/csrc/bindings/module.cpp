@@ -49,7 +49,8 @@ int64_t first_outside_checked(const IdArray& ids, int64_t last) {
 }
 
 int64_t merge_ids_checked(const IdArray& ids, const IdOutput& distinct, const IdOutput& inverse) {
-  require(distinct.size() >= ids.size() && inverse.size() == ids.size(), "inverse must be as long as ids, distinct at least as long");
+  require(distinct.size() >= ids.size() && inverse.size() == ids.size(),
+          "inverse must be as long as ids, distinct at least as long");
   WithoutInterpreter release;
   return merge_ids(ids.data(), static_cast<int64_t>(ids.size()), distinct.data(), inverse.data());
 }
@@ -73,7 +74,8 @@ void route_checked(const IdArray& ids, const ShardMap& bucket_to_shard, bool den
                    const IdOutput& counts) {
   require(order.size() == ids.size(), "order must be as long as ids");
   const uint16_t* map = bucket_to_shard.data();
-  require(*std::max_element(map, map + kNumBuckets) < counts.size(), "bucket_to_shard names a shard beyond the length of counts");
+  require(*std::max_element(map, map + kNumBuckets) < counts.size(),
+          "bucket_to_shard names a shard beyond the length of counts");
   WithoutInterpreter release;
   route(ids.data(), static_cast<int64_t>(ids.size()), map, dense, static_cast<int64_t>(counts.size()), order.data(),
         counts.data());
