@@ -121,9 +121,10 @@ class LiveVersions:
     def write(self, snapshot: Snapshot | ExportedModel, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
         """Write the snapshot as the next version; ``is_ending`` returns whether it is no longer needed.
 
-        Its number is the step, or the last plus one where a training went back. Raises SnapshotDamaged,
-        SnapshotNotFound (removed meanwhile), ModelDamaged (an exported model is damaged or incomplete), ConfigError (a
-        job that cannot be served), OSError (such as a full disk); then no version is written.
+        Its number is the step (of an exported model its version), or the last plus one where a training went back.
+        Raises SnapshotDamaged, SnapshotNotFound (removed meanwhile), ModelDamaged (an exported model is damaged or
+        incomplete), ConfigError (a job that cannot be served), OSError (such as a full disk); then no version is
+        written.
         """
         if isinstance(snapshot, ExportedModel):
             folder = self._copy(snapshot)
