@@ -4,6 +4,8 @@ only a copy of the network, pulled after each step.
 Start it several times with the address of a cluster, and the workers train one model: asynchronously, as here; with
 ``mode="sync"`` for both, as the ranks of torch.distributed, step by step.
 
+Start several workers with the address of one cluster: they train one model asynchronously. With ``mode="sync"`` for
+both the rows and the network, ranks of torch.distributed train it in synchronous steps.
 Run it: python examples/train_with_attach.py [scheduler address]
 """
 
@@ -20,7 +22,7 @@ STEPS = 300
 
 
 def train(cluster: Cluster, steps: int, first_seed: int = 1) -> float:
-    """Train on batches from a seed on; returns the AUC of clicks that nobody trained."""
+    """Train on the batches of ``steps`` seeds from ``first_seed`` on; return the AUC on held-out clicks."""
     torch.manual_seed(0)
     fields = gt.EmbeddingGroup(
         cluster,

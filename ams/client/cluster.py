@@ -362,7 +362,8 @@ class Cluster:
     def acknowledge(self, sequence: int) -> None:
         """Declare that no write numbered below ``sequence`` will be sent again, by this process or its successor.
 
-        Shards remember 1,024 numbers from there on, and drop those below with the next numbered write to a table.
+        Shards keep dedup entries for the 1,024 sequence numbers from ``sequence`` on. They drop entries of lower
+        numbers at the next numbered write to a table.
         """
         self._stream.acknowledge(sequence)
 

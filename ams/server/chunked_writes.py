@@ -145,8 +145,8 @@ class PartBuffer:
         self._drop([key for key, pending in self._pending.items() if pending.touched < oldest])
 
     def _evict_stale(self, context: CallContext) -> None:
-        # A write that completed in the middle of its own retry leaves late parts behind; an earlier process of the
-        # stream may leave any.
+        # If a write completes while its retry still arrives, the retry's remaining parts are stale. All parts of an
+        # earlier process of the stream are stale, too.
         self._drop(
             [
                 key

@@ -50,20 +50,22 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
 
     The folder holds the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with
     momentum or other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. An existing
-    model is replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks
-    train rows together, have parts of one model (:func:`geartrain.parallelize`, FSDP2), or of ``state``
-    (:class:`geartrain.TopKGradients`, which is merged), every rank calls it with the same folder, which all of them and
-    all shards see. Wrappers of DistributedDataParallel, torch.compile and geartrain.parallelize are ignored.
+    model is replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Wrappers of
+    DistributedDataParallel, torch.compile and geartrain.parallelize are ignored.
 
-    Rows are streamed: 16 MiB for each shard or rank, whatever their number. Each rank writes its own parts of DTensors,
-    in the model and in ``state``, and of the KNN softmax graph of rows on ranks, 64 MiB at a time; nothing is
-    gathered. The rest of the ``state_dict`` is held in memory twice.
+    Every rank must call it if ranks train rows together, or hold parts of the model (:func:`geartrain.parallelize`,
+    FSDP2) or of ``state`` (:class:`geartrain.TopKGradients`, which is merged). All ranks pass the same folder, which
+    all ranks and shards can reach.
+
+    Rows are streamed with a buffer of 16 MiB for each shard or rank, for any number of rows. Each rank writes its own
+    parts of DTensors in the model and in ``state``, and its part of the KNN softmax graph, 64 MiB at a time. Nothing
+    is gathered. The rest of the ``state_dict`` is held in memory twice.
 
     Args:
         model: A module; it need not have rows.
         path: A folder that does not exist, is empty, or holds a saved model.
-        state: More values to save, by names of yours: objects with ``state_dict()`` (optimizers, RowOptimizer, LR
-            schedulers, GradScaler), and numbers, strings, tensors, arrays, dicts and lists of them (the epoch,
+        state: More values to save, under names that you choose. Allowed are objects with ``state_dict()`` (optimizers,
+            RowOptimizer, LR schedulers, GradScaler), and numbers, strings, tensors, arrays, dicts and lists (the epoch,
             ``torch.get_rng_state()``, ``numpy.random.get_state()``).
 
     Raises:

@@ -36,7 +36,7 @@ def state_of(backend: RowBackend) -> dict[str, Any]:
 
 
 def require_loadable(backend: RowBackend, state: Mapping[str, Any]) -> None:
-    """Raise SpecMismatch if the state was saved with other rows than these; change nothing."""
+    """Raise SpecMismatch unless the state belongs to the rows of ``backend``. Changes nothing."""
     _require_equal(_size_of(backend), state)
     if backend.local is not None:
         backend.local.require_step(int(state["step"]))

@@ -71,7 +71,7 @@ class FieldVectors:
 
 
 class LevelTower(nn.Sequential):
-    """A :func:`tower` over fields whose first layer is computed once a node."""
+    """A :func:`tower` over fields of sample trees. Its first layer is computed once for each node."""
 
     def __init__(self, widths: Mapping[str, int], hidden: Sequence[int], dropout: float) -> None:
         """``widths`` of the fields, in the order of the first layer's columns. Raises InvalidArgument."""

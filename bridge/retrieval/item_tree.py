@@ -133,7 +133,7 @@ def leaf_ids(items: Any) -> Ids:
 
 
 def _balanced_order(points: Floats, half: int) -> npt.NDArray[np.int64]:
-    """Return the order of the points [n, D] in which the first ``half`` belong together."""
+    """Split the points [n, D] into two clusters; return an order in which the first ``half`` are one cluster."""
     left = points[_argmax_distance(points, points.mean(0))]
     right = points[_argmax_distance(points, left)]
     order = np.arange(len(points))

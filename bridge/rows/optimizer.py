@@ -25,17 +25,21 @@ CheckedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Optimizer that applies the row gradients of modules; the arithmetic runs where the rows are.
+    """Optimizer that applies the row gradients of modules. The update is computed where the rows are stored.
 
-    A module is any :class:`~geartrain.bridge.rows.pending.RowModule`: a class head; a slow gear, whose feature
-    gradients are delivered to the dense part; one of your own. There is one param_group per module with the numbers of
-    the table's optimizer (``lr``, ``momentum`` or ``betas``, ``weight_decay``, ...) and ``table`` (its name): their
-    values, as set by a scheduler, travel with each push. A number that cannot change, as ``initial_accumulator_value``,
-    raises InvalidArgument at the step if it did. The group's parameter is a stand-in of one element. Its gradient is
-    the 2-norm of the rows' gradients if they lie in this process, and a factor on it multiplies them: so
-    ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``). Elsewhere (streamed,
-    hosted, on ranks, summed over ranks) only GradScaler may change it, and a clipper of PyTorch's raises
-    InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
+    A module is any :class:`~geartrain.bridge.rows.pending.RowModule`: a class head, a slow gear (whose feature
+    gradients are delivered to the dense part), or your own.
+
+    Each module has one param_group. It holds ``table`` (the table's name) and the settings of the table's optimizer
+    (``lr``, ``momentum`` or ``betas``, ``weight_decay``, ...). Each push carries the current settings, so LR schedulers
+    work. If a setting that must not change was changed, such as ``initial_accumulator_value``, the step raises
+    InvalidArgument.
+
+    The group's parameter is a placeholder of one element. If the rows' gradients are in this process, the
+    placeholder's gradient is their 2-norm, and scaling it scales them. ``torch.amp.GradScaler`` unscales and skips
+    steps in this way (``scaler.step(rows)``, ``scaler.unscale_(rows)``). For other rows (streamed, hosted, on ranks,
+    summed over ranks) only GradScaler may change the placeholder's gradient, and PyTorch's clippers raise
+    InvalidArgument. :func:`clip_grad_norm_` clips rows in every place.
     """
 
     _step_supports_amp_scaling = True

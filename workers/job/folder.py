@@ -109,10 +109,9 @@ def has_snapshot(run: Run) -> bool:
 
 
 def resume_hint(out: Path, snapshots: str | None = None, *, go_on: str) -> str | None:
-    """Return a sentence with the step of the newest snapshot of the run in ``out``, and how to resume; None: no
-    snapshot.
+    """Return a sentence that names the newest snapshot's step and the command to resume; None if ``out`` has none.
 
-    ``snapshots`` is their place if ``out`` was lost. From any thread, and before torch is loaded.
+    ``snapshots``: the snapshot folder, needed if ``out`` was lost. Thread-safe. Does not import torch.
     """
     try:
         listed = list_snapshots(read_run(out).snapshots if has_run(out) else place(snapshots or out / "snapshots"))

@@ -16,11 +16,11 @@ from geartrain.bridge.rows.tables import ROW_SECONDS
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Histogram bounds in seconds, of a step or a part of it."""
 PHASES = ("pull", "push", "forward", "backward", "update")
-"""Phases of a step: waits for rows; sending of gradients; and, without both, loss, backward pass, update."""
+"""Phases of a step: ``pull`` waits for rows, ``push`` sends gradients. The times of the other three exclude both."""
 
 
 RATE_SECONDS = 10.0
-"""Window of displayed rates: a validation or a snapshot does not make them jump."""
+"""Window of displayed rates, long enough to smooth over a validation or a snapshot."""
 
 
 class RecentSteps:

@@ -27,8 +27,9 @@ _SQRT_FLOOR = 1e-4
 class GradientStem(nn.Module):
     """Edge strengths in 8 directions, in each of 8 x 8 overlapping cells. It has no trained parameters.
 
-    The classic description of characters (Kimura 1987; Dalal and Triggs 2005): the smoothed gradient, its positive part
-    along each direction, pooled, square root. Colour images have these maps for each channel, and the cells' colours.
+    The classic descriptor of characters (Kimura 1987; Dalal and Triggs 2005). It smooths the image gradient, takes its
+    positive part along each direction, pools it over each cell, and takes the square root. For colour images it adds
+    the mean colour of each cell; the gradient maps are per channel.
     """
 
     def __init__(self, channels: int, image_size: int) -> None:
@@ -111,7 +112,7 @@ class StrokeNet(nn.Module):
 
 
 class ProjectedFeatures(nn.Module):
-    """Features of a backbone whose trunk adds nothing."""
+    """Features of a backbone without its trunk: the projection of the descriptors only."""
 
     def __init__(self, backbone: StrokeNet) -> None:
         super().__init__()

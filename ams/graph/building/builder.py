@@ -70,14 +70,15 @@ def build_graph(
     """Build the exact table of the k nearest neighbours of every row by cosine.
 
     Args:
-        source: The rows; read once if they fit, else once more for each part. Rows may change meanwhile:
-            if they fit, the graph is of one pass; else each list has k classes whose cosines were exact for the rows
-            as last read, a mixture of row versions.
+        source: The rows. They are read once if they fit into memory, otherwise again for each part. Rows may change
+            during the build. If they fit, the graph is exact for one read of all rows. Otherwise the parts of the
+            build may have read different versions of a row; a list's cosines are exact for the rows as last read.
         k: Neighbours a class, at least 1; a class has min(k, C - 1). A row of zeros has cosine 0 with every other.
         products: The engine of the recall; None: float32 on ``num_threads`` cores. Any engine gives the same table.
         num_threads: None: all cores this process may use.
-        memory_bytes: For rows and running best, beside the table itself: 4·D + 2·16·K bytes a row hold everything at
-            once. With less the table is built in parts, and with less still the rows are read again for each part.
+        memory_bytes: Memory for rows and running best lists, in addition to the table itself. All rows fit with
+            4·D + 2·16·K bytes a row. With less the table is built in parts. If the rows do not fit either, they are
+            read again for each part.
         progress: Called as (compared pairs of rows, all pairs) after each block; resumed pairs count.
         cancelled: Called after each block; true ends the build.
         resume: Folder to which the build is saved every 30 s, fsynced, and from which it resumes after a kill. Parts

@@ -316,7 +316,7 @@ class Graphs:
             self._loaded[version.table] = (graph, version)
 
     def _find(self, table: str, incarnations: Mapping[str, int] | None = None) -> tuple[NeighbourTable, RowsVersion]:
-        """Return the graph of a table; ``incarnations`` are those of the present tables, None: requested here."""
+        """Return the graph of a table. ``incarnations``: current incarnation of each table; None: ask the cluster."""
         found = self._loaded.get(table)
         if found is None and self._store is not None:
             with self._store_lock:

@@ -1,12 +1,12 @@
-"""The folder of an export: versions of tables, each a whole base or what was written since an earlier one.
+"""Folder of an export: versions of tables, each a base (all rows) or an increment over an earlier version.
 
     ROOT/version-000000001/              a base: all rows, without the optimizer's state
-    ROOT/version-000000002/ …            adds to an earlier version, its parent
-    ROOT/version-000000002-whole/        the same moment as version 2, compacted: a base
+    ROOT/version-000000002/ …            an increment over an earlier version, its parent
+    ROOT/version-000000002-whole/        version 2 compacted: a base with the same rows
 
-Each is a snapshot of :mod:`geartrain.ams.storage.snapshot`: it is there once its manifest is, with the hash of every
-file. So the newest version is known from one listing of names and one manifest, and whoever has version n goes from
-the newest to its parents until it comes to what it has, or to a base.
+A version is a snapshot of :mod:`geartrain.ams.storage.snapshot`. It exists once its manifest exists, which lists the
+hash of every file. Finding the newest version takes one listing of names and one manifest. A follower with version n
+walks from the newest version through its parents, until it reaches version n or a base.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def version_name(number: int) -> str:
 
 
 def newest_version(root: str | Path) -> Snapshot | None:
-    """Return the newest version of an export, compacted where it is; None: there is none yet.
+    """Return the newest version of an export, in its compacted form if there is one; None: no version yet.
 
     Costs a listing and one manifest. Raises InvalidArgument for a folder of snapshots that are no versions,
     SnapshotDamaged if the newest one's manifest is damaged, SnapshotFailed if the folder cannot be read.
@@ -57,17 +57,17 @@ def version_names(root: str | Path) -> list[str]:
 
 
 def number_of(name: str) -> int:
-    """Return the number of the version that lies in a folder of this name."""
+    """Return the version number in the name of a version's folder."""
     return int(name[len("version-") :][:9])
 
 
 def newest_number(root: str | Path) -> int:
-    """Return the number of the newest version, whatever state it is in; 0: there is none. Raises SnapshotFailed."""
+    """Return the number of the newest version, damaged or not; 0 if there is none. Raises SnapshotFailed."""
     return max(map(number_of, _names(place(root))[0]), default=0)
 
 
 def version(root: str | Path, number: int) -> Snapshot:
-    """Return version ``number``, compacted where it is. Raises SnapshotNotFound, naming those there are."""
+    """Return version ``number``, in its compacted form if there is one. Raises SnapshotNotFound."""
     found, _ = _names(place(root))
     for name in found:
         if number_of(name) == number:
@@ -78,11 +78,11 @@ def version(root: str | Path, number: int) -> Snapshot:
 
 
 def increments_to(newest: Snapshot, moment_id: str) -> list[Snapshot]:
-    """Return the way to ``newest`` from the moment that somebody has (empty: from nothing), in the order in which
-    versions are applied; the first one may be a base, which takes the place of all rows.
+    """Return the versions that a follower applies, in order, to get from ``moment_id`` to ``newest``.
 
-    Deltas are preferred to a base of the same moment, which is taken where they do not lead back to what is there.
-    Raises SnapshotDamaged if neither does.
+    An empty ``moment_id`` means a follower without rows. The first version may be a base, which replaces all rows.
+    Increments are preferred. A base is used if the increments do not lead back to ``moment_id``. Raises SnapshotDamaged
+    if there is no route.
     """
     steps: list[Snapshot] = []
     base: list[Snapshot] | None = None
@@ -115,10 +115,10 @@ def increments_to(newest: Snapshot, moment_id: str) -> list[Snapshot]:
 
 
 def compact_export(root: str | Path) -> Snapshot:
-    """Write the newest version once more, as a base; return it. The deltas stay for those who are on the way.
+    """Compact the newest version into a base; return the base. The increments stay for followers that need them.
 
-    One that is a base is returned as it is. Costs and errors are those of
-    :func:`geartrain.ams.storage.snapshot.compaction.compact`; SnapshotNotFound if there is no version.
+    If the newest version is a base already, return it. Cost and errors: see
+    :func:`geartrain.ams.storage.snapshot.compaction.compact`. Raises SnapshotNotFound if there is no version.
     """
     newest = newest_version(root)
     if newest is None:

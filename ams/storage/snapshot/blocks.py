@@ -1,6 +1,6 @@
-"""The files of a snapshot: blocks of rows (safetensors), dedup state (JSON) and opaque files of the job. Written by any
-process that knows the staging folder's path and the snapshot's id; read back once hash and labels were checked.
+"""Files of a snapshot: blocks of rows (safetensors), dedup state (JSON) and opaque files of the job.
 
+A writer needs the path of the staging folder and the snapshot's id. A reader checks hash and labels first.
 Legend: N rows of a block, D width of a row.
 """
 
@@ -24,22 +24,23 @@ from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import counted
 
 BLOCK_BYTES = 8 << 20
-"""Target size of a block, by which a caller cuts its rows: a shard holds three in memory while it writes."""
+"""Target size of a block of rows. A shard holds three blocks in memory while it writes."""
 
 _MAX_RANGES = 8
-"""Ranges of buckets that a shard writes its rows of a table in, at most. On another number of shards a range at a new
-border is read twice: an eighth of all rows."""
+"""Most ranges of buckets into which a shard divides the rows of a table. After a restore onto another number of shards,
+two shards read each range that a new border cuts, an eighth of all rows."""
 _BYTES_PER_RANGE = 32
-"""Of a row, for each range after the first: a range is one more look, of some 30 ns, at every row not written yet."""
+"""Bytes of a row for each range after the first. A range costs some 30 ns for every row that is not written yet: one
+more pass over them."""
 
 _PER_ROW_ARRAYS = ("ids", "rows", "slots", "steps", "seen_steps", "seen_seconds", "counts")
 
 
 def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
-    """Say how the rows of a shard are cut into blocks: in how many ranges of buckets, and how many rows a block has at
-    most, ``row_bytes`` counting all that is written of a row.
+    """Return the number of bucket ranges of a shard's rows, and the most rows of a block.
 
-    Ranges are of about equal size, blocks of about BLOCK_BYTES, and so that a range has no small rest.
+    ``row_bytes`` are all bytes written for a row. Ranges have about equal sizes. Blocks have about BLOCK_BYTES, chosen
+    so that the last block of a range is not small.
     """
     num_ranges = min(_MAX_RANGES, 1 + row_bytes // _BYTES_PER_RANGE, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
     rows_each = num_rows / num_ranges
@@ -62,9 +63,9 @@ def write_block(
 
     ``arrays`` are named arrays of bool, integers or floats (float16 to float64, bfloat16). If one is named ``ids``, it
     is int64 [N], and ``rows`` and ``slots``, where given, have N rows. ``buckets`` are the first and last place, in
-    ``BUCKET_ORDER``, of the buckets of ``ids``. Arrays are hashed and written from where they lie; of those that are
-    not C-contiguous or not in native byte order a copy is. Raises InvalidArgument, and SnapshotFailed if the disk fails
-    or the snapshot was abandoned; then no block is left.
+    ``BUCKET_ORDER``, of the buckets of ``ids``. Arrays are hashed and written without a copy, unless they are not
+    C-contiguous or not in native byte order. Raises InvalidArgument, and SnapshotFailed if the disk fails or the
+    snapshot was abandoned; then no block is left.
     """
     num_rows = _checked_num_rows(arrays)
     path = block_path(kind, table, shard, index)

@@ -1,8 +1,8 @@
-"""Merging of a chain of snapshots into a whole one, so that the older ones can be removed.
+"""Compaction of a chain of increments into one full snapshot, so that the older ones can be removed.
 
-Cost: the chain is read about once (small blocks, which hold more than a range of buckets of a large table, up to 8
-times), the new snapshot is written and read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one
-table on one shard; the files of the job one at a time.
+Cost: the chain is read about once, the new snapshot is written once and read once. A small block that extends over
+several bucket ranges of a large table is read up to 8 times. Memory: two blocks, and 8 bytes (for a short time 16) per
+row of one table on one shard. Files of the job are copied one at a time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Place:
-    """Write what the chain that ends at snapshot ``name`` holds as one whole snapshot, and return its folder.
+    """Merge the chain of increments that ends at snapshot ``name`` into one full snapshot; return its folder.
 
-    It is called ``new_name`` (None: ``name``-whole), lists as newer than ``name``, and the next incremental one may
-    have either as its parent. Returns once it is read back and found sound; the chain stays until it is pruned.
-    Raises InvalidArgument if ``name`` is whole already, SnapshotNotFound, SnapshotDamaged, SnapshotFailed; then nothing
-    new is listed.
+    The new snapshot is named ``new_name`` (None: ``name``-whole) and listed as newer than ``name``. The next increment
+    may have either as its parent. The new snapshot is read back and verified before the return. The chain stays until
+    it is pruned. Raises InvalidArgument if ``name`` is no increment, SnapshotNotFound, SnapshotDamaged, SnapshotFailed;
+    then nothing new is listed.
     """
     snapshot = open_snapshot(within(place(root), name))
     if snapshot.manifest.parent is None:
@@ -76,7 +76,8 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
 def rows_of_table(snapshot: Snapshot, table: str) -> tuple[int, Iterator[Arrays]]:
     """Return the most rows that a table has, and an iterator over its rows, each once, in blocks.
 
-    Memory: a block, and 8 bytes for each row where ``snapshot`` adds to others. Raises SnapshotDamaged, also later.
+    Memory: a block, and 8 bytes for each row if ``snapshot`` is an increment. Raises SnapshotDamaged, also while
+    iterating.
     """
     layers = layers_of(snapshot.chain(), table)
     dense = next(spec for spec in snapshot.manifest.tables if spec["name"] == table)["num_rows"] is not None

@@ -234,7 +234,7 @@ class Snapshot:
         return found
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[SnapshotDamaged]:
-        """Read everything, of those that it adds to as well, and return all damage found; empty if it is sound.
+        """Read all files of this snapshot and of its parents; return all damage found, empty if there is none.
 
         ``progress`` is called with (bytes checked, bytes in all) after each file. Files that the manifest does not list
         are damage, except those whose names begin with a dot.

@@ -1,9 +1,9 @@
-"""Active rows of a rank in a step, known to the host, or to the device alone.
+"""Active rows of a rank in a step: as arrays of the host, or as tensors on a device without a host sync.
 
-On a CPU the host's arrays are searched. On a device the row numbers stay there, and operations on them have fixed
-shapes, so that the host does not wait: where several ranks share the active classes, row numbers are padded, and only
-the device knows how many are here. Tensor operations, which would compute the padding, too, cut it off, for which the
-host waits, as it does where micro-batches with different classes make one update.
+On a CPU the host's arrays are searched. On a device the row numbers stay on the device. If several ranks share the
+active classes, the row numbers are padded to a fixed shape, and the host does not know how many are valid. Kernels skip
+the padding. Plain tensor operations would compute it, so they cut it off first, which is a host sync. Micro-batches
+with different classes in one update also cause one.
 
 Legend: B samples of all ranks, L rows on this rank, A active ones of them, D width, N rows of a chunk.
 """
@@ -189,7 +189,7 @@ LocalActive = HostActive | DeviceActive
 def add_log_q_correction(
     batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None
 ) -> None:
-    """Raise the weight of the sampled active classes, all but those of the labels."""
+    """Apply the log-Q correction: add its offset to the logits of the sampled classes, not to those of the labels."""
     if isinstance(log2_weight, Tensor) or log2_weight:
         offsets_A = active.offsets(labels_B, log2_weight)
         batch.offsets_A = upload(offsets_A, batch.arithmetic.device).to(batch.arithmetic.compute)

@@ -168,10 +168,10 @@ class SplitLogits(LogitsOperations):
         return self.shape[0]
 
     def whole(self) -> Tensor:
-        """Return all classes of the own samples, [S, C], also for autograd: one all-to-all, and S · C numbers of
-        memory.
+        """Return the logits of this rank's samples over all classes, [S, C]. Autograd passes through.
 
-        Every rank calls it. Raises SyncError where another rank failed.
+        Costs one all-to-all, and memory for S · C numbers. Every rank must call it. Raises SyncError if another rank
+        failed.
         """
         self.agreement.agree(WHOLE, self.memory.use)
         whole_SC = whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)

@@ -1,1 +1,1 @@
-"""Sparsified gradients: the largest few entries of every gradient, exactly; the rest is kept for later steps."""
+"""Top-k gradient sparsification with error feedback: ranks exchange the largest entries, and keep the rest locally."""

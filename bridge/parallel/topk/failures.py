@@ -47,8 +47,10 @@ def no_more_batches() -> InvalidArgument:
 
 
 def not_finite(name: str, rank: int | None, *, of_state: bool) -> NonFinite:
-    """Return the error for the parameter ``name``; ``of_state``: no other gradient repairs it. ``rank`` None:
-    unknown."""
+    """Return the error for the parameter ``name``.
+
+    ``of_state``: the optimizer state is not finite, or would overflow; otherwise the gradient. ``rank`` None: unknown.
+    """
     where = "" if rank is None else f" on rank {rank}"
     if of_state:
         return NonFinite(

@@ -1,4 +1,4 @@
-"""Server of the models of a configuration in this process: on its own, or as a worker."""
+"""Model server of ``geartrain serve`` in this process: the only process, or one of several workers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ModelServer:
     """Serves the models of a configuration on a listening socket, on threads of this process."""
 
     def __init__(self, config: ClusterConfig, listener: socket.socket, models: Mapping[str, Any] | None = None) -> None:
-        """Load the models, or take over the state ``models`` of another process with :meth:`ModelService.become`.
+        """Load the models of the configuration, or those of another process, whose state ``models`` is.
 
-        Raises ConfigError, ModelDamaged, NotServed; the socket is then closed, as it is when the server ends.
+        The server owns the socket, and closes it if this raises. Raises ConfigError, ModelDamaged, NotServed.
         """
         with ExitStack() as opened:
             opened.callback(listener.close)
@@ -76,7 +76,7 @@ class ModelServer:
             tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
         if models is None:
             open_models(catalog, told)
-        else:  # before any request is answered by other versions
+        else:  # before the first request, so that all workers serve the same versions
             self.service.become(models)
         gc.collect()
         gc.freeze()  # otherwise garbage collection of all imports stops answers for 0.1 s, now and then

@@ -57,12 +57,12 @@ FilterSlab::FilterSlab(const FilterSlab& other)
 
 Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   if (spec.kind != AdmissionSpec::Kind::min_count) return;
-  // At least a few slabs, so that little of the first and the last one belongs to ranges that are not owned.
+  // At least a few slabs: the first and the last slab may contain ranges of other shards, which waste memory.
   const auto of_a_slab = static_cast<int64_t>(static_cast<double>(spec.num_ranges) * spec.owned_share / kMinSlabs);
   const auto fitting = std::max<int64_t>(1, std::min(static_cast<int64_t>(kHugePage / range_bytes()), of_a_slab));
   slab_ranges_ = std::min(spec.num_ranges, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fitting))));
   slabs_.resize(static_cast<size_t>(spec.num_ranges / slab_ranges_));
-  // Ranges of buckets are dealt to shards in the order of their reversed bits.
+  // The order of ranges is that of the buckets' bit-reversed numbers, which the bucket map uses, too.
   const int shift = kBucketBits - std::countr_zero(static_cast<uint64_t>(spec.num_ranges));
   for (size_t bucket = 0; bucket < range_of_bucket_.size(); ++bucket) {
     size_t place = 0;
@@ -86,7 +86,7 @@ FilterSlab& Admission::writable(int64_t number) {
   std::shared_ptr<FilterSlab>& own = slabs_[static_cast<size_t>(number)];
   if (own == nullptr) own = std::make_shared<FilterSlab>(slab_ranges_, range_bytes());
   else if (own.use_count() > 1) own = std::make_shared<FilterSlab>(*own);
-  // use_count() orders nothing: earlier reads of a released slab must come first
+  // use_count() is relaxed: order the last reader's reads before our writes
   else std::atomic_thread_fence(std::memory_order_acquire);
   return *own;
 }
@@ -109,7 +109,7 @@ Admission::Decision Admission::decide(std::span<const int64_t> ids, std::span<co
   return decision;
 }
 
-// Finds where each id is counted, and its count.
+// Finds the counters of each id, and its count before the push.
 template <int bits>
 void Admission::find(std::span<const int64_t> ids, Decision& decision) {
   const auto range_blocks = static_cast<uint64_t>(spec_.range_blocks);
@@ -127,7 +127,7 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
     const int64_t bucket = spec_.is_dense ? dense_bucket(ids[i]) : hashed_bucket(ids[i]);
     const int64_t range = range_of_bucket_[static_cast<size_t>(bucket)], in_slab = range & (slab_ranges_ - 1);
     FilterSlab& slab = writable(range >> slab_shift);
-    // Bits of an id's hash that determine its bucket and its place in the index are not used.
+    // A second hash, independent of the one that determines the id's bucket and its place in the index.
     const uint64_t hash = splitmix64(splitmix64(static_cast<uint64_t>(ids[i]) ^ spec_.key));
     const uint64_t block = static_cast<uint64_t>(in_slab) * range_blocks + ((hash >> 32) * range_blocks >> 32);
     auto& candidate = candidates[i];

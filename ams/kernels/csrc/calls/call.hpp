@@ -1,4 +1,4 @@
-// Values of a call at a shard: caller, operation, answer and fault, as carriers bring them and the engine reads them.
+// Values of a call at a shard: caller, operation, reply and fault. Carriers decode them, the engine reads them.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,11 @@ namespace geartrain {
 // A client may be at most this many writes ahead of its oldest unacknowledged one.
 inline constexpr int64_t kWriteWindow = 1024;
 
-// Highest number that a caller may choose: as many are left above it.
+// Highest sequence number or incarnation that a caller may choose. As many numbers above it stay unused.
 inline constexpr int64_t kMaxChosen = int64_t{1} << 62;
 
-// Caller, and the shard state it expects: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
+// Caller, and the shard state that it expects: CallContext of ams/values/shard_messages.py. 0 or empty: not set; any
+// state is accepted.
 struct CallContext {
   std::string stream;
   int64_t incarnation = 0;
@@ -41,11 +42,11 @@ struct SyncGroup {
   int64_t sample_count = 0;
 };
 
-// Answer to a write, or to a pull, whose rows are elsewhere.
+// Reply to a write or a pull. The rows of a pull are in its PullRequest.
 struct Done {
   int64_t created = 0;     // rows that did not exist before
-  bool duplicate = false;  // an earlier attempt had been applied; this is its answer
-  int64_t writes = 0;      // of a pull: those that the table had had on the shard
+  bool duplicate = false;  // an earlier attempt was applied; this is its reply
+  int64_t writes = 0;      // of a pull: number of writes that the shard has applied to the table
 };
 
 // A refusal. `name` is a class in ams/values/errors.py: the wire and Python make its error.
@@ -60,22 +61,22 @@ struct Fault : std::exception {
 };
 
 using Outcome = std::variant<Done, Fault>;
-// Receives the end of a write. Called exactly once, on any thread, possibly before the call it was given to returns;
-// does not throw.
+// Callback with the outcome of a write. Called exactly once, on any thread, possibly before the call that takes it
+// returns. Does not throw.
 using Completion = std::function<void(const Outcome&)>;
 
-using Scalars = std::vector<std::pair<std::string, double>>;  // numbers of the table's optimizer, by name
+using Scalars = std::vector<std::pair<std::string, double>>;  // settings of the table's optimizer, by name
 
-// Arrays are the caller's, and stay until the outcome is known. N ids of one request, D = dim of the table;
-// C-contiguous.
+// The caller owns all arrays of a request, and keeps them until the outcome is known. Arrays are C-contiguous.
+// Legend: N ids of one request, D = dim of the table.
 struct PullRequest {
   const int64_t* ids = nullptr;  // [N]
   int64_t count = 0;             // N
   int64_t dim = 0;               // D
-  DType dtype = DType::float32;  // of `rows`: the table's, or one of 16 bits that rows of float32 are rounded to
-  std::optional<DType> wire;     // that of a table of float32: rounded to this, then widened to float32; none: `dtype`
+  DType dtype = DType::float32;  // of `rows`: the table's type, or a 16-bit type to which float32 rows are rounded
+  std::optional<DType> wire;     // float32 rows are sent in this 16-bit type, then widened to float32; none: `dtype`
   char* rows = nullptr;                // [M, D], M >= N: the row of ids[i] goes to rows[positions[i]]
-  char* const* each = nullptr;         // [M] or null: where each of them lies, if not one after the other
+  char* const* each = nullptr;         // [M] or null: address of each row, if `rows` is not one array
   uint8_t* present = nullptr;          // [M] or null: whether the row exists
   const int64_t* positions = nullptr;  // [N] or null: 0 ... N - 1
   int64_t size = 0;                    // M
@@ -86,12 +87,12 @@ struct PullRequest {
   DType wire_dtype() const { return wire.value_or(dtype); }
 };
 
-// Facts about the batch of a push, for tables that need them.
+// Batch metadata of a push, for tables that need it: admission, expiry and staleness.
 struct BatchFacts {
   const uint32_t* occurrences = nullptr;  // [N]: how often each id was in the batch; null: once
   std::optional<int64_t> step;            // of the worker, >= 0
   std::optional<double> unix_seconds;     // by the worker's clock, finite and >= 0
-  std::optional<int64_t> pulled_at;       // the writes that the table had had on the shard when the rows were pulled
+  std::optional<int64_t> pulled_at;       // Done::writes of the pull of these rows
 
   uint32_t occurrences_of(int64_t i) const { return occurrences == nullptr ? 1 : occurrences[i]; }
 };
@@ -105,8 +106,9 @@ struct PushRequest {
   int64_t dim = 0;
   DType dtype = DType::float32;
   const char* gradients = nullptr;     // [N, D]
-  RowPlaces<const char> scattered;     // where they lie instead, if gradients is null: of distinct ids, and of no group
-  std::optional<double> lr;            // none: that of the table
+  // if `gradients` is null: address of each gradient; for distinct ids without a group
+  RowPlaces<const char> scattered;
+  std::optional<double> lr;            // none: the table's learning rate
   double scale = 1.0;
   Scalars scalars;
   std::optional<SyncGroup> group;
@@ -116,11 +118,11 @@ struct PushRequest {
   RowPlaces<const char> places() const { return gradients != nullptr ? RowPlaces<const char>{gradients} : scattered; }
 };
 
-// Pull of a push's rows right after it: they are written while they are in the cache, before any other change.
+// Pull fused with a push: returns the pushed rows while they are in the CPU cache, before any other change.
 struct PostPushRows {
-  RowPlaces<char> rows;  // of as many ids
+  RowPlaces<char> rows;  // output: one row for each id of the push
   DType dtype = DType::float32;
-  int64_t writes = 0;    // that the table has had by then; 0: this push was not applied now, and no row was written
+  int64_t writes = 0;    // Done::writes after the push; 0: the push was not applied by this call, and no row was output
 };
 
 struct AssignRequest {
@@ -131,13 +133,13 @@ struct AssignRequest {
   const char* rows = nullptr;  // [N, D]
 };
 
-// Other callers that the thread of a large request can serve between two of its blocks.
+// Queue of other callers' requests, which the thread of a large request serves between two of its blocks.
 class OtherCallers {
  public:
   virtual ~OtherCallers() = default;
-  // Whether there may be a request. Cheap.
+  // Returns whether a request may be waiting. Cheap.
   virtual bool is_asked() = 0;
-  // Serves brief pulls and leaves all else for later. `has_turn`: this thread has the shard's turn.
+  // Serves small pulls; all other requests stay in the queue. `has_turn`: this thread holds the shard's lock.
   virtual void serve_pulls(bool has_turn) noexcept = 0;
 };
 

@@ -150,7 +150,7 @@ class RowsOnShards:
         """Do nothing: no memory is held."""
 
     def update_inputs(self, weight: float, samples: SummedBatch) -> list[tuple[HostedInputs, ...]]:
-        """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
+        """Return the update inputs of each shard. ``samples`` are those of this batch, or of another rank's batch."""
         more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
         if samples.weight_B is not None:
             more["sample_weight"] = samples.weight_B
