@@ -126,6 +126,7 @@ NEEDS = {
     "metrics": {"prometheus_client"},
     "metrics_scheduler": {"prometheus_client"},
     "search": {"faiss"},
+    "samples_parquet": {"pyarrow"},
     "serve": {*SERVES, "fastapi"},
     "click_job": {"pyarrow"},
     "click_job_prefetch": {"pyarrow"},
