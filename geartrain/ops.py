@@ -98,7 +98,7 @@ class Role:
     def wait(self) -> str:
         """Block until the role has ended; return the reason, or ``""`` if it was closed."""
         self.service.wait()
-        return self.service.end_reason or ""
+        return self.service.stop_reason or ""
 
     def close(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """Stop the role; calls in progress have ``grace_seconds``. Idempotent.

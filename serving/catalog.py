@@ -165,7 +165,7 @@ class Catalog:
                 if share is not None and model.current is not None:
                     model.canary, model.share = version, share
                 else:
-                    self._make_current(model, version)
+                    self._activate(model, version)
             over = self._remove_unused(model) if taken else [servable]
         _close(over)
         return taken
@@ -185,7 +185,7 @@ class Catalog:
         with model.changing:
             to = self.prepare(name, to)
             with self._lock:
-                self._make_current(model, to)
+                self._activate(model, to)
                 model.is_held = to != model.known[-1]
                 over = self._remove_unused(model)
         _close(over)
@@ -399,7 +399,7 @@ class Catalog:
         return Busy(f"{model.name!r} has no version yet; ask again, or see /readyz")
 
     @staticmethod
-    def _make_current(model: _Model, version: int) -> None:
+    def _activate(model: _Model, version: int) -> None:
         if model.current != version:
             model.current, model.previous = version, model.current
         if model.canary == version:

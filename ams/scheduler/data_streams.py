@@ -112,9 +112,9 @@ class _Job:
         must_go_back = self.restore is not None and worker in self.holders
         self.drop(worker)
         if must_go_back:
-            self.end_leases()
+            self.revoke_leases()
 
-    def end_leases(self) -> None:
+    def revoke_leases(self) -> None:
         """End every lease: no worker reads before tables and cursors are restored."""
         self.due, self.held_for, self.holders = "restore", "", [None] * len(self.holders)
         self.workers.clear()
@@ -433,7 +433,7 @@ class StreamLeases:
                 return
             changed.due = due
             if due == "restore":
-                changed.end_leases()
+                changed.revoke_leases()
             self._commit(job, changed)
 
     def record_saved(self, job: str, cursors: Mapping[int, Cursor]) -> None:

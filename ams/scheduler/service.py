@@ -67,7 +67,7 @@ class SchedulerServer:
         self._grace_seconds = 0.0
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         """Reason why it ended by itself: never set."""
 
     def start(self) -> str:

@@ -234,7 +234,7 @@ class ShardServer:
         self._end_reasons: list[str] = []
         """Reasons why shards are no longer served."""
         self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         """Reason why it ended by itself; None if it did not."""
         self._started = False
 
@@ -376,8 +376,8 @@ class ShardServer:
         longest = held.lease.seconds / _BEATS_PER_LEASE
         while not self._stopping.wait(min(max(self._config.heartbeat_seconds, held.pause_seconds), longest)):
             try:
-                if held.shard is not None and held.shard.end_reason is not None:
-                    self._stop_shard(held, f"shard {held.number} is broken: {held.shard.end_reason}")
+                if held.shard is not None and held.shard.stop_reason is not None:
+                    self._stop_shard(held, f"shard {held.number} is broken: {held.shard.stop_reason}")
                     return
                 if not held.beat(self._scheduler):
                     self._stop_shard(
@@ -420,5 +420,5 @@ class ShardServer:
             logger.error("%s; still serving shards %s", reason, ", ".join(str(other.number) for other in left))
             held.close(0)
             return
-        self.end_reason = "; ".join(self._end_reasons)
+        self.stop_reason = "; ".join(self._end_reasons)
         self._ended.set()

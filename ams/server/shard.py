@@ -141,7 +141,7 @@ class Shard:
             clock=clock,
             on_end=self._refuse_all,
         )
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         """Reason why it refuses all calls without having been closed; None: it does not."""
         self._restores = Restores(
             owned_buckets,
@@ -311,7 +311,7 @@ class Shard:
 
     def _refuse_all(self, error: GeartrainError) -> None:
         """Fail every call from now on with ``error``, and those that wait for other ranks."""
-        self.end_reason = str(error)
+        self.stop_reason = str(error)
         self.engine.fail(str(error))
         with self.engine.turn:
             for name in self._tables.names:

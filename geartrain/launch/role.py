@@ -30,7 +30,7 @@ class RunningRole(Protocol):
     """A service that runs until it is stopped."""
 
     @property
-    def end_reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Reason why it ended by itself; None if it did not."""
 
     def wait(self) -> object:
@@ -119,4 +119,4 @@ def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: An
         pass
     service.stop(STOP_GRACE_SECONDS)
     if not told.is_set():
-        raise RoleEnded(f"the {role} stopped serving by itself: {service.end_reason or 'its log says why'}")
+        raise RoleEnded(f"the {role} stopped serving by itself: {service.stop_reason or 'its log says why'}")

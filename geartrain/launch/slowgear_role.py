@@ -66,7 +66,7 @@ class SlowGearRole:
         self._settings = _settings(config)
         self._server: GrpcServer | None = None
         self._ended = threading.Event()
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         """Reason why it ended by itself; None if it did not."""
         self._handler: SlowGearHandler | None = None
         self._opened = ExitStack()
@@ -107,7 +107,7 @@ class SlowGearRole:
             self._opened.close()
 
     def _stop(self, reason: str) -> None:
-        self.end_reason = reason
+        self.stop_reason = reason
         self._ended.set()
 
     def _start(self) -> str:

@@ -100,9 +100,9 @@ class Dashboard:
             _link_file(self.address).unlink()
 
     @property
-    def end_reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Reason why it ended by itself; None if it did not."""
-        return self._server.end_reason
+        return self._server.stop_reason
 
     @property
     def url(self) -> str:

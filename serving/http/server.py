@@ -65,7 +65,7 @@ class HttpServer:
         """
         self.address = format_address(host, listener.getsockname()[1])
         """host:port of the server."""
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
 
         async def tick() -> None:
             if each_second is not None:
@@ -112,7 +112,7 @@ class HttpServer:
         try:
             self._server.run(sockets=[self._listener])
         except BaseException as exc:  # uvicorn exits if it cannot start
-            self.end_reason = f"{type(exc).__name__}: {exc}"
+            self.stop_reason = f"{type(exc).__name__}: {exc}"
             logger.exception("HTTP cannot be served")
 
 

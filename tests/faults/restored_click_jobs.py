@@ -122,10 +122,10 @@ class CountedTrainer(ClickTrainer):
             self.pipe.send(place)
             self.pipe.recv()
 
-    def _look(self) -> None:
+    def _validate(self) -> None:
         if self.samples.has_ended():
             self._halt("look")
-        super()._look()
+        super()._validate()
 
     def trained(self) -> None:
         super().trained()

@@ -157,7 +157,7 @@ def test_heartbeats_that_waited_for_the_scheduler_cost_no_shard_its_place(
             for item in stuck:
                 with pytest.raises(errors.ConfigError, match="shard 0 is held by a live process"):
                     item.result(DEADLINE_SECONDS)
-        assert server.end_reason is None
+        assert server.stop_reason is None
 
 
 def make(cluster: Cluster, name: str) -> None:

@@ -282,7 +282,7 @@ class ClickTrainer(EmbeddingTrainer):
     def has_samples(self) -> bool:
         if self.samples.is_ready():
             return True
-        self._leave_steps()
+        self._release_steps()
         if self.samples.has_ended():
             self.progress = replace(self.progress, stage_steps=self.progress.part[0])
         return False
@@ -309,7 +309,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        self._leave_steps()
+        self._release_steps()
         with self.samples.alone():
             yield
 
@@ -328,7 +328,7 @@ class ClickTrainer(EmbeddingTrainer):
     def leave(self) -> None:
         self.samples.close()
 
-    def _leave_steps(self) -> None:
+    def _release_steps(self) -> None:
         if self.fields.worker_steps is not None:
             self.fields.worker_steps.leave()  # so that no worker waits for steps that do not come
 
@@ -336,8 +336,8 @@ class ClickTrainer(EmbeddingTrainer):
         """Validate at intervals, and end the stage if validation has not improved for ``patience`` of them."""
         if self.progress.part[0] % self._period:
             return
-        self._look()
-        self._look_back()
+        self._validate()
+        self._report_progressive()
         (done, steps), best, patience = self.progress.part, self.progress.best, self.recipe.patience
         if best is None or not patience:
             return
@@ -354,10 +354,10 @@ class ClickTrainer(EmbeddingTrainer):
         self.samples.wait_alone()
         self.samples.settle()
         if not self._was_complete:
-            self._look()
-            self._look_back()
+            self._validate()
+            self._report_progressive()
 
-    def _look(self) -> None:
+    def _validate(self) -> None:
         """Validate the current model and compare it with the best one so far."""
         step = self.progress.step
         if not self._is_validated or step == self._looked_at:
@@ -374,7 +374,7 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress, self.wants_snapshot = replace(self.progress, best=look), True
         self.attempt.print_line(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
 
-    def _look_back(self) -> None:
+    def _report_progressive(self) -> None:
         """Print how good the model was on the latest samples, scored before it was trained on them."""
         scores, step = self._latest.joined(), self.progress.step
         if scores is None:
@@ -439,7 +439,7 @@ class ClickTrainer(EmbeddingTrainer):
     def _scored(self, batches: Iterable[ClickBatch]) -> Scores:
         return scored(self.network, self.fields, self.samples.kept(batches), self.design.user)
 
-    def _go_to_best(self) -> int:
+    def _restore_best(self) -> int:
         """Restore network and rows of the best step; return that step."""
         snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
         if snapshot.manifest.step != self.progress.step:
@@ -457,7 +457,7 @@ class ClickTrainer(EmbeddingTrainer):
     def report(self) -> dict[str, Any]:
         """Return AUC, log loss and calibration of the best model on the samples held out."""
         recipe, out, best = self.recipe, self.attempt.options.out, self.progress.best
-        step = self._go_to_best()
+        step = self._restore_best()
         why = ""
         if best is not None:
             self.metric = "best AUC", best["auc"]

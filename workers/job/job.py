@@ -91,7 +91,7 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
             with joined_ranks(options.device, alone=_shares(options)) as ranks:  # others may wait there
                 return _agreed(options, ranks, ended) or ended
         if _shares(options) and not is_first:
-            return _join_when_begun(trainer_class, options, console, stop)
+            return _join_when_started(trainer_class, options, console, stop)
         trainer_class.require(options)
         return _run_to_the_end(trainer_class, options, console, started, stop)
 
@@ -101,7 +101,7 @@ def _shares(options: JobOptions) -> bool:
     return bool(getattr(options.recipe, "shares", False))
 
 
-def _join_when_begun(
+def _join_when_started(
     trainer_class: type[Trainer], options: JobOptions, console: Console, stop: Interruption
 ) -> JobResult:
     """Join the run that the first rank of this torchrun begins or resumes."""

@@ -116,7 +116,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
         reader = self._reader(self._order(part[1], self._batch_size))
         return _Epoch(self, self._iterations, reader, part, (self._epoch, self._consumed))
 
-    def _note(self, iteration: int, part: tuple[int, int], place: tuple[int, int]) -> None:
+    def _record(self, iteration: int, part: tuple[int, int], place: tuple[int, int]) -> None:
         if iteration == self._iterations:
             (self._epoch, self._consumed), self._consumed_of = place, part
 
@@ -243,17 +243,17 @@ class _Epoch(Iterator["SampleBatch"]):
             raise StopIteration
         batch = self._reader.next_batch(self._epoch)
         if batch is None:
-            self._samples._note(self._number, self._part, (self._epoch + 1, 0))
+            self._samples._record(self._number, self._part, (self._epoch + 1, 0))
             self.close()
             raise StopIteration
         batch.part = self._part
         self._places.append(batch.cursors[self._part[0]])
-        self._samples._note(self._number, self._part, self._places[-1])
+        self._samples._record(self._number, self._part, self._places[-1])
         return batch
 
     def give_back(self, count: int) -> None:
         """Return the last ``count`` batches, which were not used: the next iteration starts with them."""
-        self._samples._note(self._number, self._part, self._places[-1 - count])
+        self._samples._record(self._number, self._part, self._places[-1 - count])
 
     def close(self) -> None:
         """Close the open files. Idempotent."""

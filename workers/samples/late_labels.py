@@ -162,9 +162,9 @@ class LabelledBatches:
         assert batch.places is not None
         for stream in np.unique(batch.places[0]).tolist():
             rows = np.flatnonzero(batch.places[0] == stream)
-            self._take_rows(self._waiting[stream], batch, rows, batch.places[1][rows])
+            self._accept_rows(self._waiting[stream], batch, rows, batch.places[1][rows])
 
-    def _take_rows(
+    def _accept_rows(
         self, waiting: _Waiting, batch: SampleBatch, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
     ) -> None:
         ids, times, clicks = (

@@ -303,11 +303,11 @@ class LeasedSamples(Iterator[SampleBatch]):
             has_lease = self._renewal is not None
             self._lose()
             self._reader.close()
-            self._tell_loss()
+            self._report_loss()
             if has_lease:
                 self._repeated(self._streams.release)
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         """Have the job restored if part of a step may have been applied."""
         if self._owes_loss:
             with suppress(StaleClient):
@@ -320,7 +320,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             if self._applying is not None:  # its pushes must not reach the tables that are opened with the lease
                 self._lock.wait(_INTERRUPT_SECONDS)
                 return None
-            self._tell_loss()
+            self._report_loss()
             try:
                 lease = self._repeated(self._leased)
             except Busy:  # the job is being saved or restored
@@ -333,7 +333,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._committed = dict(lease.cursors)
             self._reader.add(lease.cursors)
             self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
-            self._keep_starts()
+            self._record_starts()
         elif time.monotonic() - self._spoke > self._lease_seconds / 3:
             self._renew(NOTHING)
         if self._renewal is not None and self._renewal.release:
@@ -411,9 +411,9 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._reader.add(new)
         self._committed.update(new)
         self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
-        self._keep_starts()
+        self._record_starts()
 
-    def _keep_starts(self) -> None:
+    def _record_starts(self) -> None:
         """Commit the reader's start, if it differs from the streams' cursors: "latest" must not move."""
         behind = {stream for batch in self._handed_out for stream in batch.cursors}
         moved = {

@@ -120,7 +120,7 @@ class GraphServer:
         """Cleanup, in reverse order of the start."""
         self._grace_seconds = 0.0
         self._ended = threading.Event()
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         """Reason why it ended by itself: always None."""
 
     def start(self) -> str:

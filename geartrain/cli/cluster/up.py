@@ -136,7 +136,7 @@ def up(
             }
             print(json.dumps(told), flush=True)
         elif sys.stdout.isatty():
-            _show_ready(facts, config.security.folder)
+            _print_ready(facts, config.security.folder)
         else:
             print(_ready_line(facts), flush=True)
         launcher.wait()
@@ -197,7 +197,7 @@ def _ready_line(facts: ClusterFacts) -> str:
     return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}{page}"
 
 
-def _show_ready(facts: ClusterFacts, security_folder: str | None = None) -> None:
+def _print_ready(facts: ClusterFacts, security_folder: str | None = None) -> None:
     """Print the roles, the link and the next commands for a person, in a box; below it where the window is too
     narrow."""
     from rich.console import Console

@@ -70,9 +70,9 @@ class ServeRole:
         yield from self.service.metrics()
 
     @property
-    def end_reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Reason why it ended by itself; None if it did not."""
-        return self._serving.end_reason
+        return self._serving.stop_reason
 
     def wait(self) -> None:
         """Block until the service has ended."""

@@ -97,9 +97,9 @@ class ModelServer:
         )
 
     @property
-    def end_reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Reason why it ended by itself; None if it did not."""
-        return self._server.end_reason
+        return self._server.stop_reason
 
     def wait(self) -> None:
         """Block until the server has ended."""

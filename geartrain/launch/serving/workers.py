@@ -160,7 +160,7 @@ class Workers:
         self._starting = threading.Lock()
         """Held while a worker starts; no worker starts once the service stops."""
         self._restarts: list[float] = []
-        self.end_reason: str | None = None
+        self.stop_reason: str | None = None
         self.ended_all = threading.Event()
         self._workers: dict[int, _Worker] = {}
         try:
@@ -234,7 +234,7 @@ class Workers:
                 self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
                 if len(self._restarts) > _MAX_RESTARTS:
                     times = f"{len(self._restarts)} times in {_RESTART_SECONDS:g} s"
-                    self.end_reason = f"its workers ended {times}; at last worker {worker.number} {why}"
+                    self.stop_reason = f"its workers ended {times}; at last worker {worker.number} {why}"
                     self.ended_all.set()
                     return
                 logger.warning("worker %d %s; another is started", worker.number, why)
@@ -252,7 +252,7 @@ class Workers:
                     logger.error("worker %d %s; it is started when they serve another version", worker.number, why)
                     while self._models is models and not self._is_ending:
                         if all(other.process.poll() is not None for other in self._workers.values()):
-                            self.end_reason = f"worker {worker.number} {why}"
+                            self.stop_reason = f"worker {worker.number} {why}"
                             self.ended_all.set()
                             return
                         self._one_wish.wait(_POLL_SECONDS)

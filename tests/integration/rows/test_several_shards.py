@@ -75,7 +75,7 @@ def test_a_shard_whose_heartbeats_fail_costs_its_neighbour_nothing(
         assert states(scheduler) == ["lost", "up"]
         over.set()
         poll(lambda: states(scheduler) == ["up", "up"], "heartbeats are tried again")
-        assert both.end_reason is None
+        assert both.stop_reason is None
     finally:
         over.set()
 
@@ -98,7 +98,7 @@ def test_a_shard_that_was_taken_over_ends_alone(
         first, second = (shard.incarnation for shard in before)
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)
         poll(lambda: both.shards == [1], "the server serves one shard less")
-        assert both.end_reason is None and not both.wait(0)
+        assert both.stop_reason is None and not both.wait(0)
         successor = ShardServer(ServerConfig(scheduler=scheduler, shard=0, heartbeat_seconds=0.05))
         poll(lambda: states(scheduler)[0] == "lost", "the lease of the shard that ended is over")
         successor.start()
@@ -114,9 +114,9 @@ def test_a_shard_that_was_taken_over_ends_alone(
 def test_a_server_ends_with_its_last_shard_and_says_why(both: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "heartbeat", lambda *_, **__: HeartbeatResult(cluster_version=1, replaced=True))
     assert both.wait(DEADLINE_SECONDS)
-    assert both.end_reason is not None
+    assert both.stop_reason is not None
     for shard in (0, 1):
-        assert f"shard {shard} was taken over by another process" in both.end_reason
+        assert f"shard {shard} was taken over by another process" in both.stop_reason
 
 
 def test_a_shard_whose_writer_has_ended_is_served_no_more_and_the_process_ends_with_the_last(
@@ -133,7 +133,7 @@ def test_a_shard_whose_writer_has_ended_is_served_no_more_and_the_process_ends_w
             poll(lambda: both.shards == [1], "the shard is served no more")
         poll(lambda left=left: states(scheduler) == left, "it counts as lost")  # type: ignore[misc]
     assert both.wait(DEADLINE_SECONDS)
-    assert "shard 1 is broken: the writer of shard 1 has ended: SystemExit(3)" in (both.end_reason or "")
+    assert "shard 1 is broken: the writer of shard 1 has ended: SystemExit(3)" in (both.stop_reason or "")
 
 
 def test_strangers_who_begin_heartbeats_and_send_none_keep_no_shard_out_and_no_dead_one_up(

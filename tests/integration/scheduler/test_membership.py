@@ -229,7 +229,7 @@ def test_a_server_whose_rows_lie_by_another_bucket_map_is_told_so_and_ends(serve
         other.start()
         assert server.wait(30)
         assert "holds its rows by version 1 of a bucket map, which is not version 1 of this cluster of 2 shards" in str(
-            server.end_reason
+            server.stop_reason
         )
         assert {entry.state for entry in cluster_status(address).shards} == {"missing"}
     finally:

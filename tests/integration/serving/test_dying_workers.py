@@ -63,7 +63,7 @@ def test_one_that_dies_while_it_starts_is_started_again(start: Callable[[int], W
     while (tmp_path / "starts").stat().st_size < 5:
         pass
     assert [told.get("said") for told in workers.everywhere({"wish": "state"})] == ["state", "state"]
-    assert workers.end_reason is None
+    assert workers.stop_reason is None
 
 
 def test_one_that_is_being_started_ends_with_the_others(
@@ -92,7 +92,7 @@ def test_workers_that_die_again_and_again_are_told_of_and_no_more_are_started(
     kill_one(workers)
     assert workers.ended_all.wait(60)
     assert (
-        workers.end_reason
+        workers.stop_reason
         == "its workers ended 6 times in 600 s; at last worker 0 did not start: a worker died meanwhile"
     )
     assert (tmp_path / "starts").stat().st_size == 2 + 5

@@ -318,7 +318,7 @@ def test_what_is_under_way_is_answered_before_it_ends(served: ServedModels, mode
         model.may_answer.set()
         assert asked.result(20).said["answers"] == [[7, 2]]
         ending.join(20)
-        assert served.server.end_reason is None
+        assert served.server.stop_reason is None
 
 
 def test_a_port_in_use_is_said_in_a_sentence(served: ServedModels) -> None:

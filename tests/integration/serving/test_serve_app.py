@@ -25,7 +25,7 @@ def served(app: Any) -> Iterator[str]:
         yield server.address
     finally:
         server.stop(20)
-    assert server.end_reason is None
+    assert server.stop_reason is None
 
 
 def test_a_model_is_an_app_whether_it_was_exported_or_not(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import threading
 from geartrain.launch import role
 
 class Stubborn:
-    end_reason = None
+    stop_reason = None
     def wait(self):
         threading.Event().wait()
     def stop(self, grace_seconds):
@@ -55,7 +55,7 @@ def is_waiting(thread):
     return frame.f_code.co_name == "wait" and frame.f_code.co_filename == threading.__file__
 
 class Quiet:
-    end_reason = None
+    stop_reason = None
     def wait(self):  # on a thread of its own, which takes the signal in place of the main thread
         while not is_waiting(threading.main_thread()):
             time.sleep(0.01)

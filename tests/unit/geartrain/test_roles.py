@@ -36,7 +36,7 @@ class ToyConfig(RoleConfig):
 
 
 class ToyServer:
-    end_reason = None
+    stop_reason = None
 
     def __init__(self, listen: str) -> None:
         self._server = GrpcServer(listen, 4 << 20, reflection=False)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from geartrain.cli.cluster.up import _show_ready
+from geartrain.cli.cluster.up import _print_ready
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.up import ClusterFacts
 
@@ -16,7 +16,7 @@ LINK = f"http://127.0.0.1:7080/?key={'k' * 60}"
 
 def shown(scheduler: str, capsys: pytest.CaptureFixture[str], dashboard: str | None) -> str:
     pids = {"scheduler": 1, "server 0": 2}
-    _show_ready(ClusterFacts(scheduler, ("127.0.0.1:9",), pids, {}, dashboard=dashboard))
+    _print_ready(ClusterFacts(scheduler, ("127.0.0.1:9",), pids, {}, dashboard=dashboard))
     return capsys.readouterr().out
 
 

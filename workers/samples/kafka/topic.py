@@ -51,7 +51,7 @@ class Topic:
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",
             "enable.partition.eof": True,
-            "error_cb": self._note,
+            "error_cb": self._record,
             "logger": _ClientLog(),
         }
         self.brokers = str(settings.get("bootstrap.servers", "no brokers"))
@@ -120,7 +120,7 @@ class Topic:
             except kafka.KafkaException as exc:
                 consumer.poll(0.1)  # only then does the library report errors
                 if not self._reasons:
-                    self._note(exc.args[0])
+                    self._record(exc.args[0])
                 if time.monotonic() >= until:
                     raise self.unavailable(self.timeout_seconds) from exc
                 self.warn()
@@ -154,7 +154,7 @@ class Topic:
             "Nothing is lost; reading goes on where it was once they are back"
         )
 
-    def _note(self, error: Any) -> None:
+    def _record(self, error: Any) -> None:
         if error.code() == kafka.KafkaError._ALL_BROKERS_DOWN:
             return  # has the number, not the reason
         reason = _STATE.sub("", _BROKER.sub(r"\1: ", str(error.str())))

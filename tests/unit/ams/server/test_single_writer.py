@@ -91,7 +91,7 @@ def broken(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Shard:
 
 def test_a_shard_without_its_writer_raises_from_every_call(broken: Shard) -> None:
     words = "the writer of shard 0 has ended: SystemExit"
-    assert words in (broken.end_reason or "")
+    assert words in (broken.stop_reason or "")
     for _ in range(2):
         with pytest.raises(InternalError, match=words):
             broken.submit(CallContext(), Describe()).result(SECONDS)
