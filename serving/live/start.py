@@ -71,12 +71,12 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     def report(facts: Mapping[str, Any]) -> None:
         service.change("following", model=name, facts=dict(facts))
 
+    cleanup.callback(versions.close)
     service.following[name] = {}
     service.change("expect", model=name)
     served = _serve_newest_intact(service, name, versions)
     follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=report)
     report(follower.facts)
-    cleanup.callback(versions.close)
     cleanup.callback(follower.close)
     follower.start()
     logger.info("%s follows %s; its versions are in %s", name, training, out)
@@ -84,7 +84,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
 
 
 def _serve_newest_intact(service: ModelService, name: str, versions: LiveVersions) -> LiveVersion | None:
-    """Serve the newest undamaged version; older ones wait for a rollback."""
+    """Serve the newest undamaged version; register older ones for a rollback, not loaded."""
     served = None
     for version in versions.written():
         details = {"model": name, "folder": str(version.folder)}
