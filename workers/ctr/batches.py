@@ -88,8 +88,13 @@ class ClickBatches(ABC):
         """Let no other worker of the job train meanwhile: rows, and :meth:`where`, are of one moment."""
         return nullcontext()
 
-    has_others: bool = False
-    """Whether other workers trained as this one was last to be :meth:`alone`."""
+    def keep_lease(self) -> None:  # noqa: B027
+        """Keep this worker's place among those that train, while it waits for something else."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other workers train, or did as this one was last :meth:`alone`."""
+        return False
 
     def settle(self) -> bool:
         """Close, and wait until the scheduler neither saves nor restores the job; whether it keeps it."""

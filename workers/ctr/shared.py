@@ -40,6 +40,8 @@ from geartrain.workers.samples.rows import SampleNumbers
 from geartrain.workers.samples.source import fingerprint
 
 _POLL_SECONDS = 0.2
+_QUIET_SECONDS = 1.5
+"""Time without a reader after which workers that end with the first one have seen that it has ended its stage."""
 
 
 class SharedBatches(ClickBatches):
@@ -115,15 +117,21 @@ class SharedBatches(ClickBatches):
         """Pass ``batches`` on, and keep the lease meanwhile."""
         for batch in batches:
             yield batch
-            self._leased.keep()
+            self.keep_lease()
 
     def alone(self) -> AbstractContextManager[None]:
         """Pause the other workers, by an RPC to the scheduler."""
         return self._leased.alone()
 
+    def keep_lease(self) -> None:
+        self._leased.keep()
+
     @property
-    def has_others(self) -> bool:  # type: ignore[override]
-        return self._leased.has_others
+    def has_others(self) -> bool:
+        try:
+            return self._leased.has_others or self._are_read()
+        except SchedulerUnavailable:
+            return True
 
     def settle(self) -> bool:
         self.close()
@@ -137,10 +145,18 @@ class SharedBatches(ClickBatches):
         return True
 
     def wait_alone(self) -> None:
+        quiet_seconds = 0.0 if self.has_ended() else _QUIET_SECONDS
         self.close()
-        streams = self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
-        while any(streams.holders().holders):
+        last_read = time.monotonic()
+        while (is_read := self._are_read()) or time.monotonic() - last_read < quiet_seconds:
+            if is_read:
+                last_read = time.monotonic()
             time.sleep(_POLL_SECONDS)
+
+    def _are_read(self) -> bool:
+        """Return whether any worker holds streams of the job."""
+        streams = self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
+        return any(streams.holders().holders)
 
     def close(self) -> None:
         with suppress(StaleClient):  # the job went back: others have the streams
@@ -185,8 +201,9 @@ class SharedInMemory(SharedBatches):
 
     def _click_batch(self, batch: SampleBatch) -> ClickBatch:
         numbers = batch["number"]
-        assert isinstance(numbers, Tensor)
-        return self._whole.numbered(numbers.numpy(), numbers.numpy())
+        assert isinstance(numbers, Tensor) and batch.places is not None
+        streams, positions = batch.places  # other ones in each epoch
+        return self._whole.numbered(numbers.numpy(), positions * NUM_STREAMS + streams)
 
     def some(self) -> ClickSamples:
         return self._whole.some()

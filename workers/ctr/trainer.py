@@ -149,6 +149,7 @@ class ClickTrainer(EmbeddingTrainer):
             )
         self.fields = fields
         self.is_restored = recipe.shares and attempt.options.scheduler is not None
+        self._stage_steps = attempt.progress.stage_steps
         self.samples = self._batches(source, samples, recipe, attempt)
         self._validation = list(self.samples.validated())
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
@@ -311,6 +312,7 @@ class ClickTrainer(EmbeddingTrainer):
     def alone(self) -> Iterator[None]:
         self._release_steps()
         with self.samples.alone():
+            self._refresh_network()
             yield
 
     @property
@@ -322,11 +324,19 @@ class ClickTrainer(EmbeddingTrainer):
             return False
         self._looked_at = -1
         if not self.recipe.steps:
-            self.progress = replace(self.progress, stage_steps=self.recipe.stage_steps())
+            self.progress = replace(self.progress, stage_steps=self._stage_steps)
         return True
+
+    def keep_lease(self) -> None:
+        self.samples.keep_lease()
 
     def leave(self) -> None:
         self.samples.close()
+
+    def _refresh_network(self) -> None:
+        """Pull the weights that other workers have trained."""
+        if self.dense is not None:
+            self.dense.refresh()
 
     def _release_steps(self) -> None:
         if self.fields.worker_steps is not None:
@@ -351,6 +361,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     def trained(self) -> None:
         """Validate at the end."""
+        self._release_steps()
         self.samples.wait_alone()
         self.samples.settle()
         if not self._was_complete:
@@ -363,6 +374,8 @@ class ClickTrainer(EmbeddingTrainer):
         if not self._is_validated or step == self._looked_at:
             return
         self._looked_at = step
+        self._release_steps()
+        self._refresh_network()
         with self.phases.measured("looks"):
             found = measured(self._scored(self._validation))
         numbers = figures(found)
@@ -442,7 +455,7 @@ class ClickTrainer(EmbeddingTrainer):
     def _restore_best(self) -> int:
         """Restore network and rows of the best step; return that step."""
         snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
-        if snapshot.manifest.step != self.progress.step:
+        if self.is_restored or snapshot.manifest.step != self.progress.step:  # the scheduler may have restored others
             assert self.cluster is not None
             while self.is_restored:  # the scheduler must not take it for a loss: it restores dropped tables no more
                 for name in self.tables():

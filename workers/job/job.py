@@ -27,7 +27,7 @@ from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import ConfigError, TableNotFound
+from geartrain.ams.values.errors import ConfigError, GeartrainError, TableNotFound
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.workers.job.folder import (
@@ -106,6 +106,8 @@ def _join_when_started(
 ) -> JobResult:
     """Join the run that the first rank of this torchrun begins or resumes."""
     stop.doing = "waited for the first rank"
+    if os.environ["TORCHELASTIC_RUN_ID"] == "none" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        raise ConfigError("torchrun has processes on several machines; give all the same --rdzv-id NAME")
     launch, since = launch_name(), psutil.Process().create_time() - _CLOCKS_DIFFER_SECONDS
     while True:
         if has_run(options.out):
@@ -128,7 +130,8 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             f"the run in {options.out} is of one worker; begin one that others join with --scheduler HOST:PORT --set "
             "mode=async"
         )
-    options = replace(options, recipe=state.recipe, scheduler=scheduler, joins=True)
+    # No ``stated``: the process that resumed the run has altered its tables already.
+    options = replace(options, recipe=state.recipe, scheduler=scheduler, joins=True, stated=())
     attempt = Attempt(
         options=options,
         progress=replace(state.progress, step=0, stage_start=0, stage_steps=state.recipe.stage_steps(), best=None),
@@ -138,14 +141,22 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
         ranks=JobRanks(),
         console=console,
     )
-    is_over = _watched_stage(options.out)
+    is_over, has_ended = _watched_stage(options.out), JobResult(True, None, 0)
     if is_over():
         attempt.print_line(f"The run in {options.out} has ended")
-        return JobResult(True, None, 0)
+        return has_ended
     stop.doing = "loaded its data"
     data = trainer_class.load(options, state, console)
     with connect(scheduler, config=ClientConfig()) as cluster:
-        trainer = _opened_trainer(trainer_class, replace(attempt, cluster=cluster), data)
+        try:
+            trainer = None if is_over() else _opened_trainer(trainer_class, replace(attempt, cluster=cluster), data)
+        except GeartrainError:
+            if not read_run(options.out).over:
+                raise
+            trainer = None
+        if trainer is None:
+            attempt.print_line(f"The run in {options.out} has ended meanwhile")
+            return has_ended
         attempt.print_line(f"Joined {run.job}")
         with stop.in_order(cluster):
             try:

@@ -68,6 +68,7 @@ class TrainingRun:
             every_seconds=None if settings.minutes is None else 60 * settings.minutes,
             say=attempt.print_line,
             watch=watch,
+            on_wait=trainer.keep_lease,
         )
 
     def _job_report(self) -> JobReport:

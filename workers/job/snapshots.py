@@ -90,6 +90,7 @@ class JobSnapshots:
         every_seconds: float | None = None,
         say: Callable[[str], None],
         watch: JobReporter | None = None,
+        on_wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``keep`` snapshots, that of the best step, and those they build on stay in ``root``, which no other job may
@@ -97,6 +98,7 @@ class JobSnapshots:
 
         After a full snapshot, ``increments`` hold only the rows written since the one before. One is due every
         ``every_seconds`` (None: never by the clock), and when ``watch`` reports that a shard wants to leave.
+        ``on_wait`` is called each second of a wait.
         """
         self._rows = rows
         self._root = root
@@ -108,6 +110,7 @@ class JobSnapshots:
         """Names of the newest snapshot and of those it builds on, as far as this object took them; oldest first."""
         self._say = say
         self._watch = watch
+        self._on_wait = on_wait
         self._asked = -math.inf
         """Time at which a leaving shard last asked for one."""
         self._clock = clock
@@ -208,6 +211,10 @@ class JobSnapshots:
         started = self._clock()
         try:
             try:
+                while not pending.done():
+                    with suppress(TimeoutError):
+                        pending.result(1.0)
+                    self._on_wait()
                 pending.result()
             finally:
                 self._pending = None

@@ -286,8 +286,11 @@ class Trainer:
 
     @property
     def has_others(self) -> bool:
-        """Whether other workers trained as this one was last to be :meth:`alone`."""
+        """Whether other workers train, or did as this one was last :meth:`alone`."""
         return False
+
+    def keep_lease(self) -> None:
+        """Keep this worker's place among those that train, while it waits for something else."""
 
     def goes_on_restored(self) -> bool:
         """Wait until the scheduler has restored the job, and be ready to :meth:`run` again; False: it does not."""
