@@ -50,8 +50,7 @@ def prefetch(
 
     Args:
         loader: Yields batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. Each batch has
-        its
-            own memory, as later ones are read while it is used.
+            its own memory, as later ones are read while it is used.
         fields: The group to look up, or several groups, of one cluster or of several. A :class:`gt.Embedding` finds its
             ids in the batch under its name.
         depth: Most batches that a stage is ahead of the next one, >= 1; one more for each further thread of it.
