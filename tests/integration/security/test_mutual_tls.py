@@ -32,7 +32,7 @@ from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
-from geartrain.ams.rpc.server import access, strangers
+from geartrain.ams.rpc.server import access, silent_connections
 from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import SCHEDULER
@@ -249,12 +249,12 @@ def test_who_does_not_show_who_it_is_is_not_left_connected(
 def test_who_connects_and_makes_no_call_is_in_the_log_once_a_minute(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(strangers, "_LOOK_SHARE", float("inf"))
-    monkeypatch.setattr(strangers, "_GONE_SECONDS", 0.2)
+    monkeypatch.setattr(silent_connections, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(silent_connections, "_LOOK_SHARE", float("inf"))
+    monkeypatch.setattr(silent_connections, "_GONE_SECONDS", 0.2)
     told = threading.Event()
     monkeypatch.setattr(caplog.handler, "emit", lambda record, emit=caplog.handler.emit: (emit(record), told.set()))
-    caplog.set_level(logging.WARNING, strangers.__name__)
+    caplog.set_level(logging.WARNING, silent_connections.__name__)
     identify(str(folder), "scheduler")
     server = GrpcServer("127.0.0.1:0", 1 << 20)
     server.start()
@@ -293,7 +293,7 @@ def test_connections_are_named_as_grpc_names_them() -> None:
         with socket.create_server((host, 0), family=family) as listener:
             port = listener.getsockname()[1]
             with socket.create_connection((host, port)) as there:
-                assert strangers._connected(port) == {f"{name}:{there.getsockname()[1]}"}
+                assert silent_connections._connected(port) == {f"{name}:{there.getsockname()[1]}"}
 
 
 def test_a_client_believes_only_the_role_that_it_asks_for(

@@ -132,7 +132,7 @@ def test_rows_of_a_table_that_was_made_anew_get_no_other_specification(
             return outcomes
 
         monkeypatch.setattr(ShardCalls, "on_all_shards", answered)
-        with pytest.raises(errors.SnapshotFailed, match="made anew"):
+        with pytest.raises(errors.SnapshotFailed, match="recreated"):
             cluster.snapshot(tmp_path, "a")
         assert not list_snapshots(tmp_path)
 

@@ -272,6 +272,6 @@ def test_ids_of_living_classes_are_there_before_another_stream_reads_them(
         def __init__(self, device: torch.device) -> None:
             self.wait = lambda: waits.append(device)
 
-    monkeypatch.setattr(selector, "Moment", Told)
+    monkeypatch.setattr(selector, "DeviceEvent", Told)
     LiveIds(LiveClasses.first(10, 10 - num_retired), torch.device("cpu"))
     assert len(waits) == bool(num_retired)
