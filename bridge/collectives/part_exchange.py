@@ -1,7 +1,7 @@
 """Gather and sum of rows over all ranks part by part, overlapped with computation: a batch as micro-batches.
 
-The whole is as if gathered at once: in rank order, the parts of a rank one after the other. At most two collectives are
-under way at a time.
+The result is the same as that of one gather: in rank order, the parts of a rank one after the other. At most two
+gathers, or two sums, are under way at a time.
 
 Legend: R ranks, P parts, B rows of all ranks and parts, S of one part of this rank, D width.
 """
@@ -23,7 +23,7 @@ MAX_ON_THEIR_WAY = 2
 
 
 class PartSizes:
-    """Number of rows of each part of each rank, and their places in the whole."""
+    """Number of rows of each part on each rank, and their places among all rows."""
 
     def __init__(self, sizes_RP: Sequence[Sequence[int]], rank: int) -> None:
         self.sizes_RP = [list(sizes) for sizes in sizes_RP]
@@ -42,15 +42,15 @@ class PartSizes:
         return len(self.sizes_RP[0])
 
     def of(self, part: int) -> list[int]:
-        """Return the rows of each rank in one part."""
+        """Return the number of rows of each rank in one part."""
         return [sizes[part] for sizes in self.sizes_RP]
 
     def places(self, part: int) -> list[slice]:
-        """Return the places of each rank's rows of a part in the whole."""
+        """Return where each rank's rows of a part are among all rows."""
         return self._places[part]
 
     def own(self, part: int) -> slice:
-        """Return the place of this rank's rows of a part in the whole."""
+        """Return where this rank's rows of a part are among all rows."""
         return self._places[part][self.rank]
 
 
@@ -58,16 +58,16 @@ class GatheredParts:
     """Rows of all ranks, gathered part by part: one all-gather each, and one copy of its result."""
 
     def __init__(self, link: Communicator, sizes: PartSizes, *, overlap: bool = True) -> None:
-        """Without ``overlap`` each part is waited for at once."""
+        """Without ``overlap``, :meth:`start` waits for its part."""
         self._link, self._sizes = link, sizes
         self._most = MAX_ON_THEIR_WAY if overlap else 0
         self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
         self._whole: Tensor | None = None
-        self._told: tuple[int, Pending[list[list[int]]]] | None = None
-        """Last part of :meth:`start_or_fail`, with the exchange of failures."""
+        self._pending_failures: tuple[int, Pending[list[list[int]]]] | None = None
+        """Last part of :meth:`start_or_fail`, and its exchange of failures."""
 
     def start(self, part: int, rows_SD: Tensor) -> None:
-        """Start to gather this rank's rows of a part; wait for the one before the last. Raises RankLost."""
+        """Start to gather this rank's rows of a part, once at most one other is under way. Raises RankLost."""
         if self._whole is None:
             self._whole = rows_SD.new_empty(self._sizes.total, *rows_SD.shape[1:])
         while len(self._on_their_way) >= max(1, self._most):
@@ -77,35 +77,35 @@ class GatheredParts:
             self._collect()
 
     def start_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
-        """Do :meth:`start` with an exchange of one number: whether this rank has a ``failure``. It still gives rows.
+        """Do :meth:`start`, and exchange whether this rank has a ``failure``; such a rank gives rows, too.
 
-        It is checked with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
-        elsewhere.
+        The next part, or :meth:`whole`, checks the answers. If a rank failed, all raise: that rank its failure, the
+        others SyncError.
         """
-        told = self._link.start_exchange([failure is None])
-        self._require_sound(failure, told)
-        self._told = part, told
+        exchange = self._link.start_exchange([failure is None])
+        self._raise_if_failed(failure, exchange)
+        self._pending_failures = part, exchange
         self.start(part, rows_SD)
 
     def whole(self, failure: Exception | None = None) -> Tensor:
         """Return all rows [B, D], once every part was started. Raises RankLost, and as :meth:`start_or_fail`."""
         self._collect_all()
-        self._require_sound(failure, None)
+        self._raise_if_failed(failure, None)
         assert self._whole is not None
         return self._whole
 
-    def _require_sound(self, failure: Exception | None, last: Pending[list[list[int]]] | None) -> None:
-        """Raise if a rank failed in the part before, once no collective, the ``last`` exchange either, is under way."""
-        if self._told is None:
+    def _raise_if_failed(self, failure: Exception | None, last: Pending[list[list[int]]] | None) -> None:
+        """Raise if a rank failed in the part before, after waiting for all collectives and the ``last`` exchange."""
+        if self._pending_failures is None:
             return
-        part, told = self._told
-        sound = [good for (good,) in told.result()]
-        if 0 not in sound:
+        part, exchange = self._pending_failures
+        is_well = [well for (well,) in exchange.result()]
+        if 0 not in is_well:
             return
         if last is not None:
             last.result()
         self._collect_all()
-        raise failure or SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")
+        raise failure or SyncError(f"rank {is_well.index(0)} failed in micro-batch {part}; its error tells why")
 
     def _collect_all(self) -> None:
         while self._on_their_way:
@@ -120,16 +120,16 @@ class GatheredParts:
 
 
 class SummedParts:
-    """Sums over the ranks of ``whole_BD``, of which each rank gets its own rows: one reduce-scatter a part.
+    """Sums of ``whole_BD`` over the ranks, of which each rank gets its own rows: one reduce-scatter a part.
 
-    Every rank starts the parts in the same ``order``, in which it should take them, too: while one is used, the next
-    two are under way. ``whole_BD`` must not be written meanwhile.
+    Every rank starts the parts in the same ``order``, and should collect them in it: while one is used, the next two
+    are under way. ``whole_BD`` must not be written before the last one is started.
     """
 
     def __init__(
         self, link: Communicator, sizes: PartSizes, whole_BD: Tensor, order: Iterable[int], *, overlap: bool = True
     ) -> None:
-        """Without ``overlap`` all of them are waited for at once. Raises RankLost."""
+        """Start the first two; without ``overlap``, run all one by one. Raises RankLost."""
         self._link, self._sizes, self._whole_BD = link, sizes, whole_BD
         self._waiting = deque(order)
         self._begun: dict[int, Pending[Tensor]] = {}
@@ -170,6 +170,6 @@ class _Travelled(torch.autograd.Function):
 
 
 def with_travelled_gradient(rows_SD: Tensor, take: Callable[[], Tensor]) -> Tensor:
-    """Return the rows with ``take()``, received from other ranks, as their gradient instead of the upstream one."""
+    """Return the rows; their gradient is that received from other ranks, ``take()``, not the upstream one."""
     travelled: Tensor = _Travelled.apply(rows_SD, take)  # type: ignore[no-untyped-call]
     return travelled

@@ -1,4 +1,4 @@
-"""DDP bucket with sparsified tensors: the message of a rank, and the update from the ranks' sum.
+"""DDP bucket with sparsified tensors: the message of a rank, and the update from the ranks' mean.
 
 A bucket is a flat buffer with the gradients of some parameters, one after another. For the sparse ones a rank sends
 int32 [2 · K + 1]: the bits of K float32 values, K indices, and a status.
@@ -29,7 +29,7 @@ _NOTHING = 2**31 - 1
 
 
 def is_state_error(status: int) -> bool:
-    """Return whether the state is not finite, so that no other gradient repairs it."""
+    """Return whether the gradient is finite, but not with momentum and residual: no other gradient repairs that."""
     return status > _WITH_STATE
 
 
@@ -40,7 +40,7 @@ def tensor_of(status: int) -> int:
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Settings by which gradients become the optimizer's update."""
+    """Settings of the SGD optimizer that turns gradients into an update."""
 
     momentum: float
     nesterov: bool
@@ -48,10 +48,10 @@ class SgdSettings:
 
 
 class BucketLayout:
-    """Layout of a bucket, which depends on its parameters and the sparsity alone."""
+    """Places of parameters in a bucket; depends only on the parameters and the sparsity."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], ks: Sequence[int]) -> None:
-        """``ks``: elements sent of each tensor; all of them if it is sent dense."""
+        """``ks``: number of elements sent of each tensor; a dense tensor sends all."""
         self.names, self.parameters = list(names), list(parameters)
         self.numels = [parameter.numel() for parameter in parameters]
         self.dense = [number for number, (k, numel) in enumerate(zip(ks, self.numels, strict=True)) if k == numel]
@@ -86,7 +86,7 @@ class BucketWork:
         update: SgdSettings,
         may_be_unused: bool,
     ) -> None:
-        """``may_be_unused``: a gradient of zeros may be that of a parameter which took no part."""
+        """``may_be_unused``: whether a gradient of zeros may mean that the parameter was not used."""
         self.layout = layout
         self.buffer = buffer
         self._state = state
@@ -107,12 +107,14 @@ class BucketWork:
 
     @torch.no_grad()
     def start(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
-        """Accumulate, select, and start to send; on an error send FAILED, and keep the ``failure``.
+        """Accumulate and select if ``status`` is WELL, then start to send.
+
+        Where that fails, it sends FAILED and keeps the error as ``failure``.
 
         Args:
             status: WELL or NOT_STEPPED.
-            factor: of the gradients; a scalar.
-            keep: copies of momentum and residuals, so that they can be put back.
+            factor: Scalar by which the gradients are multiplied first; None: 1.
+            keep: Whether to save copies of momentum and residuals first, so that they can be put back.
         """
         if factor is not None:
             self.buffer.mul_(factor)
@@ -122,7 +124,7 @@ class BucketWork:
                 if keep:
                     self._state.save([self.layout.names[number] for number in self.layout.sparse])
                 sent = self._packed([segments[number] for number in self.layout.sparse], status)
-            except Exception as exc:  # of any kind: the other ranks wait for this one
+            except Exception as exc:  # of any kind: the other ranks wait for this one's message
                 self.failure = exc
                 sent = self.buffer.new_full((2 * sum(self.layout.ks) + 1,), FAILED, dtype=torch.int32)
             self._gathered = self._link.start_gather(sent, [len(sent)] * self._link.world_size)
@@ -131,7 +133,7 @@ class BucketWork:
             self._summed = self._link.start_sum(torch.cat(parts) if self.layout.sparse else self.buffer)
 
     def receive(self) -> Tensor:
-        """Wait for the other ranks; return the status of each, and of the means of the dense tensors: int32 [R + 1]."""
+        """Wait for the other ranks; return int32 [R + 1]: the status of each, and that of the dense tensors' means."""
         num_ranks, found = self._link.world_size, self.buffer.new_zeros(0, dtype=torch.int32)
         said_R, of_means = found.new_zeros(num_ranks), found.new_zeros(1)
         if self._gathered is not None:
@@ -191,8 +193,8 @@ class BucketWork:
         return torch.cat([values.view(torch.int32), indices, said])
 
     def _what_is_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
-        """Return the status of the first tensor whose gradient is not finite; else of the first that is not with its
-        state."""
+        """Return the status of the first tensor whose gradient is not finite; if all are, of the first whose gradient
+        is not finite once momentum and residual are added."""
         for number, gradient in zip(self.layout.sparse, gradients, strict=True):
             if not torch.isfinite(gradient).all():
                 return 1 + number
@@ -205,7 +207,7 @@ class BucketWork:
         return parts_of(self._means, [self.layout.numels[number] for number in self.layout.dense])
 
     def _add_peers(self) -> None:
-        """Return the mean of the ranks' messages, added rank by rank, so that every rank adds in the same order."""
+        """Write the mean of the ranks' messages to the bucket, added in the ranks' order so that it is equal on all."""
         num_selected = sum(self.layout.ks)
         total = (
             self.buffer.zero_()
@@ -250,8 +252,7 @@ class BucketWork:
                 target.add_(residual)
 
     def _decay(self, segments: list[tuple[int, Tensor]]) -> None:
-        """Add the update of weight decay with momentum; weights are equal on every rank, so it needs no
-        communication."""
+        """Add the update of weight decay with momentum. Every rank has the same weights, so nothing is sent."""
         update = self._update
         for number, segment in segments:
             if self._may_be_unused and not segment.any():
@@ -265,7 +266,7 @@ class BucketWork:
 
 
 def first_bad(are_finite: Tensor, codes: Tensor) -> Tensor:
-    """Return the lowest code of a tensor that is not finite, int32 [1]; WELL if all are."""
+    """Return the lowest of the codes whose tensors are not finite, int32 [1]; WELL if all are finite."""
     return codes.masked_fill(are_finite, _NOTHING).amin().remainder(_NOTHING).view(1)
 
 
