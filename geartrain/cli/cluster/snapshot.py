@@ -40,7 +40,7 @@ def create(
         str | None,
         typer.Option(help="Name of its folder.", show_default="step-NNNNNNNNN, or -2 … behind it if that is taken"),
     ] = None,
-    step: Annotated[int, typer.Option(min=0, help="Step of the job, for the listing's order.")] = 0,
+    step: Annotated[int, typer.Option(min=0, help="Step of the job, recorded in the manifest.")] = 0,
     table: TableOptions = None,
     parent: Annotated[
         str | None, typer.Option(help="Snapshot of the same folder to add to: only rows written since are written.")
