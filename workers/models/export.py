@@ -40,14 +40,15 @@ PICTURES, TENSORS = "pictures", "tensors"
 _AT_ONCE = 256
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 Finish = Callable[[Path, Arrays, npt.NDArray[np.float32] | None], Mapping[str, Any]]
-"""Function called with the folder, its centers and biases, and features [N, D] of held-out images, if there are any:
-adds files, and returns their entries in config.json."""
+"""Function of the folder, its centers and biases, and features [N, D] of held-out images (None: there are none).
+
+It adds files, and returns their entries in config.json."""
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""Function called with an iterable, its purpose and its length: yields the items and shows the progress."""
+"""Function of an iterable, its purpose and its length, which yields the items and shows the progress."""
 SURE, _SURE_IMAGES = 0.95, 50
-"""Share of right answers above a service's "sure" score, and least images to measure it."""
+"""Share of right answers above a service's "sure" score, and the least number of images to measure it on."""
 _FEATURES_KEPT = 4096
-"""Most features of held-out images that are kept to measure an index's recall."""
+"""Largest number of held-out images whose features are kept to measure an index's recall."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,23 +120,25 @@ def export_model(
     finish: Finish | None = None,
     track: Track = lambda items, what, count: items,  # noqa: ARG005
 ) -> Exported:
-    """Replace ``folder`` atomically by the model, if onnxruntime gives the features of its backbone.
+    """Replace ``folder`` atomically by the model, if onnxruntime computes the same features as its backbone.
 
     Args:
-        model: It is not changed.
+        model: Model to export; it is not changed.
         folder: Target folder.
-        example: A batch of images, two or more; a model of pictures needs none.
-        version: Its step; by default one more than the version there.
-        precision: Of the network; the loss by each is measured on held-out images and written to config.json.
-        images: Those of the run; without them the comparison uses random images, and int8 is refused.
-        preprocessing: Of a model of tensors, ``package.module:function`` that makes them; a service must be told it.
-        finish: Adds files beside the model, such as an index.
-        track: Shows the progress.
+        example: Batch of two or more images, also compared if there are no held-out ones; None: random images, for a
+            model of pictures only.
+        version: Version number; None: one more than that in ``folder``, or 1.
+        precision: Precision of the network; its accuracy on held-out images is written to config.json.
+        images: Images of the run, by which features and accuracy are compared; int8 needs them.
+        preprocessing: ``package.module:function`` that makes the tensors of a model of tensors; a service must be told
+            it.
+        finish: Function that adds files beside the model, such as an index.
+        track: Function that shows the progress.
 
     Raises:
         ConfigError: A library is not installed, or int8 has no images.
-        InvalidArgument: The backbone cannot be exported, or ``folder`` holds anything but an export.
-        OSError: Such as a full disk; then the old folder stays.
+        InvalidArgument: The backbone cannot be exported, or ``folder`` holds other files than an export.
+        OSError: The disk is full, for example; the old folder stays.
     """
     following = next_version(folder)  # also where a version is given: it checks the existing folder
     version = following if version is None else version
@@ -201,13 +204,14 @@ def _compared(
     images: RunImages | None,
     track: Track,
 ) -> tuple[dict[str, Any], npt.NDArray[np.float32] | None]:
-    """Return config.json's entries on the parity of the last of ``networks`` with the backbone, and on the accuracy of
-    each on held-out images; and features of some of these.
+    """Return entries of config.json, and features of some held-out images.
+
+    The entries are the parity of the last of ``networks`` with the backbone, and the accuracy of all on those images.
     """
-    tallies = {name: _Tally() for name in ("pytorch", *networks)}
+    stats = {name: _ParityStats() for name in ("pytorch", *networks)}
     batches: Iterable[tuple[Any, Tensor | None]] = [(example, None)]
     kept: list[Tensor] = []
-    named: list[tuple[Tensor, Tensor]] = []
+    top1_results: list[tuple[Tensor, Tensor]] = []
     """Scores of the best classes of the last network, and whether they are right."""
     num_images = 0 if images is None else sum(map(len, images.held_out))
     if images is not None and num_images:
@@ -215,18 +219,18 @@ def _compared(
         num_batches = sum(-(-len(one) // _AT_ONCE) for one in images.held_out)
         batches = track(itertools.chain.from_iterable(sets), "Comparing on held-out images", num_batches)
     for inputs, labels in batches:
-        mine = model.embed(inputs)
-        best = model.best(mine, 1)[1][:, 0]
-        tallies["pytorch"].add(mine, best, mine, best, labels)
+        torch_features = model.embed(inputs)
+        best = model.best(torch_features, 1)[1][:, 0]
+        stats["pytorch"].add(torch_features, best, torch_features, best, labels)
         for name, network in networks.items():
-            theirs = run(network, inputs).float()
-            scores, classes = model.best(theirs, 1)
-            tallies[name].add(theirs, classes[:, 0], mine, best, labels)
+            onnx_features = run(network, inputs).float()
+            scores, classes = model.best(onnx_features, 1)
+            stats[name].add(onnx_features, classes[:, 0], torch_features, best, labels)
         if labels is not None:
-            named.append((scores[:, 0], classes[:, 0] == labels))
+            top1_results.append((scores[:, 0], classes[:, 0] == labels))
         if len(kept) * _AT_ONCE < _FEATURES_KEPT:
-            kept.append(theirs)
-    last = tallies[list(networks)[-1]]
+            kept.append(onnx_features)
+    last = stats[list(networks)[-1]]
     measured: dict[str, Any] = {
         "parity": {
             "images": last.images,
@@ -238,16 +242,19 @@ def _compared(
     }
     if not num_images:
         return measured, None
-    accuracy = {name: tally.right / tally.images for name, tally in tallies.items()}
+    accuracy = {name: each.right / each.images for name, each in stats.items()}
     measured |= {"accuracy": {"images": num_images, **accuracy}}
-    if named and (sure := sure_from(*(torch.cat(some).cpu().numpy() for some in zip(*named, strict=True)))):
-        measured["sure_from"] = sure
+    if top1_results:
+        scores_N, is_right_N = (torch.cat(batch).cpu().numpy() for batch in zip(*top1_results, strict=True))
+        if sure := sure_from(scores_N, is_right_N):
+            measured["sure_from"] = sure
     return measured, torch.cat(kept).numpy()
 
 
 def sure_from(scores_N: npt.NDArray[np.float32], right_N: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
-    """Return the lowest score from which on :data:`SURE` of the images are named correctly, with their share; None:
-    there is none, or it would be measured on fewer than :data:`_SURE_IMAGES` images.
+    """Return the lowest score at or above which :data:`SURE` of the images get the right class, and their share.
+
+    None: there is no such score, or fewer than :data:`_SURE_IMAGES` images reach it.
     """
     order = np.argsort(-scores_N, kind="stable")
     scores, precision = scores_N[order], right_N[order].cumsum() / np.arange(1, len(order) + 1)
@@ -266,13 +273,13 @@ def _require_parity(parity: Mapping[str, Any]) -> None:
         raise InvalidArgument(
             f"of {parity['images']:,} images, features of onnxruntime are up to {parity['largest_distance']:.2g} of "
             f"their length from the backbone's, more than {onnx_backbone.TOLERANCE:g}, and the best class is the same "
-            f"for {parity['same_top1']:.2%}; nothing was written. Does it round, or branch on what it sees?"
+            f"for {parity['same_top1']:.2%}; nothing was written. Does the backbone round, or branch on its inputs?"
         )
 
 
 @dataclass
-class _Tally:
-    """Comparison with the backbone: distances of features, and numbers of images named alike, and correctly."""
+class _ParityStats:
+    """Comparison with the backbone: distances of features, and numbers of images with the same and the right class."""
 
     images: int = 0
     same: int = 0
@@ -280,18 +287,23 @@ class _Tally:
     max_error: float = 0.0
     largest_distance: float = 0.0
 
-    def add(self, found: Tensor, named: Tensor, mine: Tensor, expected: Tensor, labels: Tensor | None) -> None:
-        """Add features [N, D] and their classes [N], those of the backbone, and the true ones, if known."""
-        self.images += len(found)
-        self.same += int((named == expected).sum())
-        self.right += 0 if labels is None else int((named == labels).sum())
-        distance = onnx_backbone.largest_distance(found, mine)
-        self.max_error = float(np.maximum(self.max_error, float((found - mine).abs().max())))
+    def add(
+        self, features: Tensor, classes: Tensor, torch_features: Tensor, torch_classes: Tensor, labels: Tensor | None
+    ) -> None:
+        """Add a batch: features [N, D] and best classes [N], the same of the backbone, and labels [N] if known."""
+        self.images += len(features)
+        self.same += int((classes == torch_classes).sum())
+        self.right += 0 if labels is None else int((classes == labels).sum())
+        distance = onnx_backbone.largest_distance(features, torch_features)
+        self.max_error = float(np.maximum(self.max_error, float((features - torch_features).abs().max())))
         self.largest_distance = float(np.maximum(self.largest_distance, distance))  # NaN stays NaN
 
 
 def next_version(folder: Path) -> int:
-    """Return the existing version plus one. Raises InvalidArgument if the folder is no export, and would be lost."""
+    """Return the version in the folder plus one; 1 if there is none.
+
+    Raises InvalidArgument for a folder with other files, which an export would remove.
+    """
     folder = complete_folder(folder)
     if not folder.exists():
         return 1

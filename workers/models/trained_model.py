@@ -81,10 +81,15 @@ class TrainedModel:
     def embed(self, images: ImageInputs) -> Tensor:
         """Return features [N, D] float32 of images, on the host.
 
-        ``images`` is a tensor as the backbone takes it, [N, …]; a tuple of the arguments of its forward, or a dict of
-        them by name, if it takes several (texts and their masks, pieces of texts and where each text begins); or, for a
-        model that 'geartrain worker' saved, one or several pictures: paths, or PIL images. Works on 256 at a time; a
-        tuple or a dict is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
+        ``images`` is one of:
+
+        - a tensor [N, …] as the backbone takes it;
+        - a tuple of the arguments of its forward, or a dict of them by name, if it takes several (texts and their
+          masks, pieces of texts and where each text begins);
+        - for a model that 'geartrain worker' saved, one or several pictures: paths, or PIL images.
+
+        Computes 256 images at a time; a tuple or a dict is one batch. Raises InvalidArgument (not a picture, other
+        arguments), InvalidRows.
         """
         device = next((item.device for item in self.backbone.parameters()), torch.device("cpu"))
         batches = (moved(batch, device) for batch in self._batches(images))
