@@ -28,9 +28,9 @@ from geartrain.serving.kserve.datatypes import (
     array_of,
     checked,
     datatype_of,
-    described,
     elements_of,
     from_raw,
+    tensor_metadata,
     to_raw,
 )
 from geartrain.serving.metrics import RequestTarget
@@ -94,7 +94,7 @@ class InferenceRoutes:
         with catalog.lease(name, version_of(request.path_params.get("version", ""))) as lease:
             operation = operation_of(lease, request.query_params.get("operation"))
             inputs, outputs = (
-                [dict(zip(("name", "datatype", "shape"), described(spec), strict=True)) for spec in specs]
+                [dict(zip(("name", "datatype", "shape"), tensor_metadata(spec), strict=True)) for spec in specs]
                 for specs in (operation.inputs, operation.outputs)
             )
             versions = [str(loaded["version"]) for loaded in catalog.state(name)["loaded"]]

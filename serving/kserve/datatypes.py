@@ -33,25 +33,26 @@ _LENGTH = struct.Struct("<I")
 
 
 def datatype_of(dtype: npt.DTypeLike) -> str:
-    """Return the protocol's name of a dtype; texts are BYTES, in UTF-8."""
+    """Return the protocol's name of a dtype; strings are BYTES, in UTF-8."""
     found = np.dtype(dtype)
     return BYTES if found.kind in "OSU" else _NAMES[found.newbyteorder("=")]
 
 
-def described(spec: TensorSpec) -> tuple[str, str, list[int]]:
+def tensor_metadata(spec: TensorSpec) -> tuple[str, str, list[int]]:
     """Return a tensor's metadata: (name, datatype, shape with -1 for any size)."""
     return spec.name, datatype_of(spec.dtype), [-1 if size is None else size for size in spec.shape]
 
 
 def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and shape of a given tensor, whose first dimension counts items. Raises InvalidArgument."""
+    """Return the dtype and shape of a request's tensor; its first dimension counts items. Raises InvalidArgument."""
     dtype = DTYPES.get(datatype)
     if dtype is None:
         raise InvalidArgument(f"input {name!r} has datatype {datatype!r}; those known here are {', '.join(DTYPES)}")
     if not 1 <= len(shape) <= _MAX_DIMENSIONS or min(shape) < 0:
-        said = [*shape[: _MAX_DIMENSIONS + 1]]
+        shown_shape = [*shape[: _MAX_DIMENSIONS + 1]]
         raise InvalidArgument(
-            f"input {name!r} has shape {said}; it needs 1 … {_MAX_DIMENSIONS} dimensions of 0 or more, items first"
+            f"input {name!r} has shape {shown_shape}; it needs 1 … {_MAX_DIMENSIONS} dimensions of 0 or more, items "
+            "first"
         )
     if not 1 <= shape[0] <= most_items:
         raise InvalidArgument(f"input {name!r} has {shape[0]} items; one request takes 1 … {most_items}: send several")
@@ -59,18 +60,21 @@ def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> 
 
 
 def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return row-major elements as an array. Raises InvalidArgument if they do not fit dtype and shape."""
+    """Return row-major elements as an array. Raises InvalidArgument if they do not fit dtype or shape.
+
+    Floats beyond the range of ``dtype`` become infinite.
+    """
     if len(elements) != math.prod(shape):
         raise InvalidArgument(
-            f"input {name!r} has {len(elements)} elements where its shape {list(shape)} says {math.prod(shape)}; they "
-            f"belong into the field of {datatype_of(dtype)}"
+            f"input {name!r} has {len(elements)} elements where its shape {list(shape)} needs {math.prod(shape)}; gRPC "
+            f"takes them in the field of {datatype_of(dtype)}"
         )
     try:
         if dtype.hasobject:
             array = np.empty(len(elements), object)
             array[:] = elements
         else:
-            array = np.asarray(list(elements), dtype)  # from Python numbers: those out of range are refused
+            array = np.asarray(list(elements), dtype)  # of Python numbers: refuses integers out of range
     except (OverflowError, TypeError, ValueError) as exc:
         raise InvalidArgument(
             f"input {name!r} has an element that is no {datatype_of(dtype)}: {exc}; give its own datatype"
@@ -79,7 +83,7 @@ def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], s
 
 
 def from_raw(name: str, data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Read raw bytes. Raises InvalidArgument if their number does not fit the shape."""
+    """Return raw bytes as an array. Raises InvalidArgument if their number does not fit the shape."""
     count = math.prod(shape)
     if dtype.hasobject:
         return array_of(name, _split(name, data, count), dtype, shape)
@@ -110,7 +114,7 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
 
 
 def elements_of(array: Array) -> list[Any]:
-    """Return all elements in row-major order; texts as UTF-8."""
+    """Return all elements in row-major order; strings as UTF-8."""
     flat = array.ravel().tolist()
     return list(map(_bytes, flat)) if datatype_of(array.dtype) == BYTES else flat
 

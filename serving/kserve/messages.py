@@ -13,9 +13,9 @@ from geartrain.serving.kserve.datatypes import (
     array_of,
     checked,
     datatype_of,
-    described,
     elements_of,
     from_raw,
+    tensor_metadata,
     to_raw,
 )
 from geartrain.serving.kserve.pb import inference_pb2 as pb
@@ -91,7 +91,7 @@ def response_of(
 def metadata_of(name: str, versions: Sequence[int], kind: str, operation: Operation) -> pb.ModelMetadataResponse:
     """Return inputs and outputs of a model, of the operation that requests without a name use."""
     inputs, outputs = (
-        [Metadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in map(described, specs)]
+        [Metadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in map(tensor_metadata, specs)]
         for specs in (operation.inputs, operation.outputs)
     )
     return pb.ModelMetadataResponse(

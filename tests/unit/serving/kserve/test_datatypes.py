@@ -88,7 +88,7 @@ def test_texts_go_as_bytes_of_utf_8() -> None:
         (request("BYTES", [1], b"\0\0\0\0" * 2), "does not hold 1 elements"),
         (request("BYTES", [2], b"\0\0\0\0"), "has 1 elements where its shape"),
         (request("FP32", [2], fp32_contents=[1.0]), "has 1 elements where its shape"),
-        (request("FP32", [1], fp64_contents=[1.0]), "they belong into the field of FP32"),
+        (request("FP32", [1], fp64_contents=[1.0]), "takes them in the field of FP32"),
         (request("INT8", [1], int_contents=[300]), "an element that is no INT8"),
         (request("UINT8", [1], uint_contents=[256]), "an element that is no UINT8"),
         (request("FP32", [1], b"1234", fp32_contents=[1.0]), "contents beside raw_input_contents"),
