@@ -94,8 +94,9 @@ class ClickNetwork:
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Return the log-odds [N] of samples with all fields empty, and what each of F fields adds to them [N, F].
 
-        Fields are removed one after the other, in both directions, and the two changes of each are averaged: they add
-        up to the log-odds, and are Shapley values where no more than two fields interact. Costs 2·F runs.
+        Fields are removed one after the other, in both directions, and the two changes of each are averaged. Together
+        with the first result they add up to the samples' log-odds; they are Shapley values where no more than two
+        fields interact. Costs 2·(F + 1) runs.
         """
         parts = np.zeros((len(inputs["vectors"]), len(fields)))
         for order in (range(len(fields)), reversed(range(len(fields)))):
