@@ -191,10 +191,14 @@ class StreamLeases:
     ) -> StreamLease:
         """Lease a worker its share of the free streams; return all that it holds, at their committed cursors.
 
-        During the first worker's lease, streams are reserved for ``num_workers``. A higher incarnation takes the place
-        of a lower one of the same name. Raises StaleClient; InvalidArgument, also for other ``data`` or another
-        ``restore`` than the job's; Busy while the job is saved or restored; and, once, the error that prevented its
-        first snapshot.
+        While the first lease lasts, ``num_workers`` have streams reserved. A higher incarnation of a worker replaces
+        a lower one. The error that prevented the job's first snapshot is raised once, by the next lease.
+
+        Raises:
+            StaleClient: A higher incarnation of the worker or job is known.
+            InvalidArgument: An argument is not valid, ``data`` is not the job's, or ``restore`` cannot be carried out:
+                it names another root or other tables than the job's, or those of another job.
+            Busy: A snapshot or restore of the job is due, or another worker saves it.
         """
         checked_name("job", job)
         checked_name("worker", worker)

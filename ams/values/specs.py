@@ -281,7 +281,10 @@ class TableSpec:
         return "; ".join(_differences("", self, other))
 
     def with_settings(self, other: TableSpec, names: Collection[str] = SETTINGS) -> Self:
-        """Return this table with the settings ``names`` of ``other``; fields that cannot change stay."""
+        """Return this table with the settings ``names`` of ``other``, and its ``altered``; other fields stay.
+
+        If only this table has ``num_rows``, its ``max_bytes`` stays, too.
+        """
         settings = {name: getattr(other, name) for name in names}
         if "optimizer" in settings:
             settings["optimizer"] = self.optimizer.with_numbers(other.optimizer)

@@ -164,7 +164,7 @@ class GraphServer:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Finish the calls under way and stop; builds end too, their progress is saved. Idempotent."""
+        """Finish the calls under way and stop. Builds end, too; with ``data`` set, progress is saved. Idempotent."""
         self._grace_seconds = grace_seconds
         self._on_stop.close()
         self._ended.set()

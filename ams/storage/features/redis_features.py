@@ -84,7 +84,7 @@ class RedisFeatures:
         self._call(b"*1\r\n" + _argument(b"PING"))
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """Return the values of ids, None for a missing one; one round trip."""
+        """Return the values of ids, None for a missing or damaged one; one round trip."""
         ids = checked_read(ids)
         if not len(ids):
             return []
