@@ -77,7 +77,10 @@ class BufferPool:
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
     def release(self, buffer: Buffer, busy_until: DeviceEvent | None = None) -> None:
-        """Keep the buffer for the next :meth:`acquire`; a host buffer only once ``busy_until`` is over."""
+        """Keep the buffer for a later :meth:`acquire`, which returns it once ``busy_until`` is over.
+
+        Only the four released last are kept, and none of a CUDA graph.
+        """
         if buffer.is_of_graph:
             return
         buffer.busy_until = busy_until

@@ -49,9 +49,10 @@ def chunk_rows_on(device: torch.device, batch: int, dim: int) -> int:
 
 
 def parts_for(num_rows: int, batch: int, dim: int) -> int:
-    """Return the number of sums of a compiled pass over all rows: enough for even work of threads, 2 MiB in all or 8.
+    """Return the number of parts, each with its own sums, into which a compiled pass divides all rows.
 
-    The result does not depend on the number of threads, so that no sum does.
+    So many that threads have even work: up to 32, with 2 MiB of sums in all or 8 parts, and 1,024 rows in each. They do
+    not depend on the number of threads, so that no sum does.
     """
     return max(1, min(32, max(8, (2 << 20) // (4 * max(1, batch * dim))), num_rows // 1024))
 

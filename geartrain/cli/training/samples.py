@@ -98,7 +98,10 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _value(text: str) -> float | str:
-    """Return a number, else the value as YAML reads it, as in --set: true, a text, also '7' in quotation marks."""
+    """Return a number, a boolean, or a string without YAML's quotation marks, as --set reads them.
+
+    Anything else that YAML reads, such as a list, a date or null, stays the text as given.
+    """
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:

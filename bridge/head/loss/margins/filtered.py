@@ -25,17 +25,17 @@ from geartrain.bridge.head.loss.margins.scale import require, scale_of, with_sca
 
 @dataclass(frozen=True)
 class FilteredMargin:
-    """A margin without those other classes whose cos θ_j with the sample is above a threshold.
+    """A margin that ignores other classes whose cos θ_j with the sample is above a threshold.
 
         gt.FilteredMargin(gt.ArcFace(), above=0.4)
 
-    In data collected from the web one person may have two labels. A filtered class has the logit −∞ for this sample: it
-    is in no sum, and neither of the two is pushed away from the other. A sample all of whose other classes are filtered
-    has the loss 0 (the smoothed part of a label is still over all classes). InsightFace
-    (``interclass_filtering_threshold``) gives them the logit 0 instead. The comparison counts as constant for the
+    In data collected from the web one person may have two labels. For such a sample the other label's class is
+    filtered: its logit is −∞, so it is in no sum, and sample and class do not push each other away. If all its other
+    classes are filtered, the sample's loss is 0 plus the margin's penalty (label smoothing still covers all classes).
+    InsightFace (``interclass_filtering_threshold``) gives filtered classes the logit 0 instead. The comparison has no
     gradient; accuracy and cosines in ``head.stats`` are over all active classes.
 
-    Not with ``rows="hosted"``; costs the products of :class:`~.margin.NegativesMargin`.
+    Not with ``rows="hosted"``. Its products are tensor operations, as those of :class:`~.margin.NegativesMargin`.
     """
 
     changes_negatives: ClassVar[bool] = True
@@ -43,20 +43,20 @@ class FilteredMargin:
     margin: AnyMargin
     """Any margin: built in, or of your own."""
     above: float = 0.4
-    """Threshold in [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
+    """Threshold in [−1, 1]. If too low, it also filters hard classes, from which there is most to learn."""
 
     def __post_init__(self) -> None:
         works = hasattr(self.margin, "target") or hasattr(self.margin, "for_batch")
         if isinstance(self.margin, type) or not works or not hasattr(self.margin, "scale"):
             raise InvalidArgument(
-                f"margin is {self.margin!r}; it must be ArcFace() or another margin, to filter what is "
-                "beside it; CosFace(margin=0.0) takes the place of None"
+                f"margin is {self.margin!r}; it must be a margin, such as ArcFace(); CosFace(margin=0.0) takes the "
+                "place of None"
             )
         require("above", self.above, lambda v: -1.0 <= v <= 1.0, "a cosine, in [−1, 1]")
 
     @property
     def scale(self) -> float | None:
-        """Scale of the margin inside."""
+        """Scale of the inner margin."""
         return self.margin.scale
 
     def for_classes(self, num_classes: int) -> FilteredMargin:
@@ -64,14 +64,14 @@ class FilteredMargin:
         return replace(self, margin=with_scale(self.margin, num_classes))
 
     def for_batch(self, batch: MarginBatch) -> FilteredMargin:
-        """Return the filter around the margin of this batch; costs what that costs."""
+        """Return the filter around the inner margin's ``for_batch``, at the cost of that call."""
         margin: Any = self.margin
         return replace(self, margin=margin.for_batch(batch)) if hasattr(margin, "for_batch") else self
 
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
     ) -> TargetLogits | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-        """Return the target logits of the margin inside: a sample's own class is never left out."""
+        """Return the target logits of the inner margin: a sample's own class is never filtered."""
         margin: Any = self.margin
         return margin.target(cos_B, norms_B, labels_B)  # type: ignore[no-any-return]
 
