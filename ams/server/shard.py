@@ -27,7 +27,7 @@ from geartrain.ams.server.freeze.dedup import held_dedup
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
-from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
+from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, pass_on, to_geartrain_error
 from geartrain.ams.server.tables import ShardTables
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -415,7 +415,7 @@ class Shard:
             try:
                 return apply(*arguments)
             except BaseException as error:
-                raise as_ours(error, self._name) from None
+                raise to_geartrain_error(error, self._name) from None
 
         return translated
 

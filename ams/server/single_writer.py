@@ -124,7 +124,7 @@ class SingleWriter:
             self._perform(call)
         except BaseException as error:  # SystemExit, too: the next caller needs this thread
             if not call.future.done():
-                call.future.set_exception(as_ours(error, self._name))
+                call.future.set_exception(to_geartrain_error(error, self._name))
 
     def _update_deadline(self) -> bool:
         """Return whether the own thread must look earlier than planned."""
@@ -195,8 +195,8 @@ class SingleWriter:
                     return None
 
 
-def as_ours(error: BaseException, name: str) -> GeartrainError:
-    """Return the error as a caller of ``name`` gets it. A defect must reach it, and not end the shard."""
+def to_geartrain_error(error: BaseException, name: str) -> GeartrainError:
+    """Return the error that a caller of ``name`` gets; a defect becomes an InternalError, and the shard goes on."""
     if isinstance(error, GeartrainError):
         return _without_frames(error)
     if isinstance(error, MemoryError):
