@@ -69,7 +69,7 @@ def place(path: str | Path) -> Place:
     """
     found = parse_place(path)
     if isinstance(found, str):
-        with _typed_argument(found):
+        with _open_errors_as_invalid_argument(found):
             fsspec.get_filesystem_class(found.partition("://")[0])
     return found
 
@@ -287,7 +287,7 @@ def _opened(folder: Place) -> Iterator[Path]:
 
 class _UrlStore:
     def __init__(self, url: str) -> None:
-        with _typed_argument(url):
+        with _open_errors_as_invalid_argument(url):
             self._system: Any = fsspec.core.url_to_fs(url)[0]
         self._shows_halves = url.partition("://")[0] in _SHOWS_HALVES
 
@@ -412,10 +412,10 @@ def _as_os_error() -> Iterator[None]:
 
 
 @contextmanager
-def _typed_argument(url: str) -> Iterator[None]:
+def _open_errors_as_invalid_argument(url: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as exc:
         is_s3 = url.partition("://")[0] in ("s3", "s3a") and isinstance(exc, ImportError)
-        remedy = "pip install 'geartrain[s3]'" if is_s3 else "install what serves it"
+        remedy = "pip install 'geartrain[s3]'" if is_s3 else "install the package that serves it"
         raise InvalidArgument(f"{url!r} cannot be opened ({exc}); {remedy}, or give a folder") from exc
