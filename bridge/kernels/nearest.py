@@ -5,9 +5,9 @@ bits ordered as an integer, in the upper half, 2^31 − 1 − id in the lower. T
 rank by ascending id.
 
 A block is searched in one of two ways. While a row has seen few others, all products are sorted. Later a kernel keeps
-only products above the row's floor, the smallest of its K so far: these are rare (K / seen of all), and are merged when
-a row has about K of them. A product equal to the floor is dropped, so of equal products at the K-th place the lowest
-ids are kept if blocks come in ascending order.
+only products above the row's threshold, the smallest of its K so far: these are rare (K / seen of all), and are merged
+when a row has about K of them. A product equal to the threshold is dropped, so of equal products at the K-th place the
+lowest ids are kept if blocks come in ascending order.
 
 Legend: M rows that search, N others, D width, K kept for each row, W = 2·K places for products to be merged.
 """
@@ -52,7 +52,7 @@ def ids_of(keys: Tensor) -> Tensor:
 class RunningNearest:
     """Keeps the K largest products of rows ``first`` … ``first + num_rows`` − 1 with all others offered.
 
-    Memory: 8·M·K bytes, with kernels 24·M·K. The host waits once a call when floors are used, else never.
+    Memory: 8·M·K bytes, with kernels 24·M·K. The host waits once a call when thresholds are used, else never.
     """
 
     def __init__(self, first: int, num_rows: int, keep: int, device: torch.device, products: Products) -> None:
@@ -67,7 +67,7 @@ class RunningNearest:
         if runs_kernels(device):
             self._hits_MW = self.best_MK.new_empty(num_rows, self._width)
             self._counts_M = torch.zeros(num_rows, dtype=torch.int32, device=device)
-            self._floors_M = torch.empty(num_rows, device=device)
+            self._thresholds_M = torch.empty(num_rows, device=device)
 
     def offer(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
         """Offer ``others_ND``, of ids ``first`` …, to the rows ``rows_MD`` from ``start`` on; to none itself.
@@ -77,10 +77,10 @@ class RunningNearest:
         stop = start + len(rows_MD)
         while len(others_ND):
             seen = int(self.offered_M[start:stop].min()) if stop > start else 0
-            # With as many others as were seen, about K of them or fewer are above a row's floor.
+            # With as many others as were seen, about K of them or fewer are above a row's threshold.
             piece_ND = others_ND[: max(STRIP, seen)]
             if self._hits_MW is not None and seen >= self._keep:
-                self._by_floors(start, rows_MD, piece_ND, first)
+                self._by_thresholds(start, rows_MD, piece_ND, first)
             else:
                 self._by_sorting(start, rows_MD, piece_ND, first)
             self.offered_M[start:stop] += len(piece_ND)
@@ -88,7 +88,7 @@ class RunningNearest:
             others_ND, first = others_ND[len(piece_ND) :], first + len(piece_ND)
 
     def merge_waiting(self) -> None:
-        """Merge the products that were found above floors."""
+        """Merge the products that were found above thresholds."""
         for start in range(0, len(self.best_MK), STRIP):
             self._merge_hits(slice(start, start + STRIP))
 
@@ -97,7 +97,7 @@ class RunningNearest:
         self.best_MK.copy_(best_MK)
         self.offered_M.copy_(offered_M)
         if self._hits_MW is not None:
-            self._floors_M.copy_(scores_of(self.best_MK[:, -1]))
+            self._thresholds_M.copy_(scores_of(self.best_MK[:, -1]))
 
     def _by_sorting(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
         for at in range(0, len(rows_MD), STRIP):
@@ -110,14 +110,14 @@ class RunningNearest:
                 ids_N = torch.arange(first + column, first + column + num_others, device=scores_MN.device)
                 self._merge(slice(start + at, start + at + num_rows), to_keys(scores_MN, ids_N))
 
-    def _by_floors(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
+    def _by_thresholds(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
         before_M = self._counts_M[start : start + len(rows_MD)].clone()
         for at, most in enumerate(self._append_hits(start, rows_MD, others_ND, first)):
             place = at * STRIP
             some_MD = rows_MD[place : place + STRIP]
             rows = slice(start + place, start + place + len(some_MD))
             if most > self._width:
-                # Drop the hits, which did not all fit, and retry with the higher floors of earlier ones.
+                # Drop the hits, which did not all fit, and retry with the higher thresholds of earlier ones.
                 self._counts_M[rows] = before_M[place : place + STRIP]
                 self._merge_hits(rows)
                 if self._append_hits(rows.start, some_MD, others_ND, first)[0] > self._width:
@@ -141,7 +141,7 @@ class RunningNearest:
             grid,
             rows_MD,
             others_ND,
-            self._floors_M[rows],
+            self._thresholds_M[rows],
             self._counts_M[rows],
             self._hits_MW[rows],
             num_rows,
@@ -167,7 +167,7 @@ class RunningNearest:
     def _merge(self, rows: slice, keys_MN: Tensor) -> None:
         self.best_MK[rows] = torch.cat([self.best_MK[rows], keys_MN], 1).topk(self._keep, dim=1).values
         if self._hits_MW is not None:
-            self._floors_M[rows] = scores_of(self.best_MK[rows, -1])
+            self._thresholds_M[rows] = scores_of(self.best_MK[rows, -1])
 
 
 def exact_scores(

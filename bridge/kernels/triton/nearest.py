@@ -1,4 +1,4 @@
-"""Kernels for products of rows: fast ones, which keep products above a row's floor, and exact ones."""
+"""Kernels for products of rows: a fast one, which keeps products above a row's threshold, and an exact one."""
 
 from typing import Any
 
@@ -22,13 +22,16 @@ EXACT: dict[str, Any] = {"candidates": 32, "num_warps": 2}
 
 @triton.jit
 def nearest_hits(
-    rows, others, floors, counts, hits, num_rows, num_others, own, first, width,
+    rows, others, thresholds, counts, hits, num_rows, num_others, own, first, width,
     dim: tl.constexpr, tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr, piece: tl.constexpr,
     even: tl.constexpr,
 ):  # fmt: skip
-    """Append keys of products above floors to hits [num_rows, width]; counts rise beyond ``width``, too."""
+    """Append the keys of products above each row's threshold to hits [num_rows, width], and count them.
+
+    Counts include keys for which ``width`` leaves no room.
+    """
     tiles_n = tl.cdiv(num_others, tile_n)
-    # Programs next to each other share rows, so the others stay in the cache.
+    # Consecutive programs read the same rows and all others in turn, which the cache keeps for the next rows.
     m = (tl.program_id(0) // tiles_n) * tile_m + tl.arange(0, tile_m)
     n0 = (tl.program_id(0) % tiles_n) * tile_n
     n = n0 + tl.arange(0, tile_n)
@@ -44,17 +47,19 @@ def nearest_hits(
             x = tl.load(a + at[None, :], mask=(at < dim)[None, :], other=0.0)
             y = tl.load(b + at[:, None], mask=(at < dim)[:, None], other=0.0)
         scores = tl.dot(x, y, scores, input_precision="ieee")
-    floor = tl.load(floors + m, mask=m < num_rows, other=float("inf"))
+    threshold = tl.load(thresholds + m, mask=m < num_rows, other=float("inf"))
     # Few tiles hold hits, and in few columns: only those pieces are searched.
     pieces = scores.reshape(tile_m, tile_n // piece, piece)
     number = tl.arange(0, tile_n // piece)
-    found = tl.max((tl.max(pieces, 2) > floor[:, None]).to(tl.int32), 0)
+    found = tl.max((tl.max(pieces, 2) > threshold[:, None]).to(tl.int32), 0)
     word = tl.sum(found << number, 0)
     for i in range(tile_n // piece):
         if (word >> i) & 1 == 1:
             some = tl.sum(tl.where((number == i)[None, :, None], pieces, 0.0), 1)
             at = n0 + i * piece + tl.arange(0, piece)
-            hit = (some > floor[:, None]) & (at < num_others)[None, :] & ((first + at)[None, :] != (own + m)[:, None])
+            hit = (
+                (some > threshold[:, None]) & (at < num_others)[None, :] & ((first + at)[None, :] != (own + m)[:, None])
+            )
             places = tl.atomic_add(counts + m[:, None] + tl.zeros((tile_m, piece), tl.int32), 1, hit, sem="relaxed")
             bits = (some + 0.0).to(tl.int32, bitcast=True)
             ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)

@@ -18,7 +18,7 @@ def _case(dim: int) -> Case:
         kernel="nearest_hits",
         signature={
             **dict.fromkeys(("rows", "others"), "*fp16"),
-            "floors": "*fp32",
+            "thresholds": "*fp32",
             "counts": "*i32",
             "hits": "*i64",
             **dict.fromkeys(("num_rows", "num_others", "own", "first", "width"), "i32"),

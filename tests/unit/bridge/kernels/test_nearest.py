@@ -50,7 +50,7 @@ def test_the_nearest_are_those_of_float64(
     best = RunningNearest(first_row, num_rows, keep, kernel_device, products)
     assert best._hits_MW is not None
     best._hits_MW.fill_(-7)  # whatever memory holds
-    best._floors_M.fill_(torch.nan)
+    best._thresholds_M.fill_(torch.nan)
     expected = exact(rows, others, first_row, 0)
     for start, stop in [(64, num_others), (0, 10), (10, 64)]:
         best.offer(0, rows, others[start:stop], start)
