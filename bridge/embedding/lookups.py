@@ -74,13 +74,16 @@ class BatchRows:
         self._made: tuple[object, dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]] | None = None
         """Upstream gradients, and row gradients made of them that updates have not taken yet."""
 
-    def outdated(self, number: int, touched: Sequence[Ids]) -> npt.NDArray[np.intp]:
-        """Return the places of a table's rows that may have changed, after this process wrote the ids ``touched``."""
+    def stale_rows(self, number: int, touched: Sequence[Ids]) -> npt.NDArray[np.intp]:
+        """Return the places of a table's rows that may have changed since their pull.
+
+        ``touched`` are the ids that this process has written since.
+        """
         table, own = self.tables[number], self.ids[number]
         is_another = table.incarnation != self._incarnations[number]  # the table was restored
         self._incarnations[number] = table.incarnation
         if is_another or not self.is_pulled or (touched and (self.is_bounded or table.spec.counts_steps)):
-            return np.arange(len(own))  # any row may have changed: others write, or rows move with every step
+            return np.arange(len(own))  # any row may be stale: other workers write, or each step changes all rows
         is_touched = np.zeros(len(own), np.bool_)
         for ids in touched:
             is_touched[self.lookup.places_among(number, ids)] = True
@@ -195,7 +198,7 @@ def pull_again(all_pulled: Sequence[BatchRows], touched: Callable[[Table], Seque
     pulls, places_of = [], []
     for pulled in all_pulled:
         for number, table in enumerate(pulled.tables):
-            places = pulled.outdated(number, touched(table))
+            places = pulled.stale_rows(number, touched(table))
             if len(places):
                 fresh = np.empty((len(places), table.spec.dim), table.spec.numpy_dtype)
                 pulls.append((table, pulled.ids[number][places], fresh))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Work = Callable[[Any], Any]
 _FORGOTTEN_SECONDS = 5.0
-"""Longest wait for each thread of a run that is not referenced any more. The garbage collector ends such a run, at any
-point: a thread may need a lock that is held there."""
+"""Longest wait for each thread of a run that is not referenced any more. The garbage collector ends such a run anywhere
+in a program, also where it holds a lock that the thread needs."""
 
 
 def prefetch(
@@ -49,16 +49,15 @@ def prefetch(
     current item, and a generator is closed.
 
     Args:
-        loader: Yields batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. Each batch has
-            its own memory, as later ones are read while it is used.
+        loader: Yields batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. Each batch must
+            have its own memory, as later ones are read while it is used.
         fields: The group to look up, or several groups, of one cluster or of several. A :class:`gt.Embedding` finds its
             ids in the batch under its name.
-        depth: Most batches that a stage is ahead of the next one, >= 1; one more for each further thread of it.
+        depth: Most batches that a stage is ahead of the next one, >= 1; each further thread of it adds one.
         staleness: Most steps of this process whose pushes the rows may lack, >= 0. Pushes of other workers are included
-            up to the pull of the rows. Groups of mode "sync" or SSP are pulled when their vectors are returned; with a
-            ``staleness``, at most so many steps of this process before. With a ``staleness`` pushes are sent in the
-            background: an error is raised by the next step or batch; a group's look-ups, ``gt.save``, snapshots, and
-            the end of the loop wait for them.
+            up to the pull. Groups of mode "sync" or SSP are pulled when their vectors are returned or, above 0, at most
+            so many steps of this process earlier. Above 0, pushes are sent in the background: the next step or batch
+            raises their error; a group's look-ups, ``gt.save``, snapshots and the end of the loop wait for them.
         stages: Functions batch -> batch between the loader and the lookup, in order. ``(function, 4)`` is called by 4
             threads at a time, which pays where it waits or releases the GIL, as decoding and numpy do.
         pull_threads: Most batches whose ids are merged and rows pulled at a time, >= 1. More than one pays where shards
@@ -120,12 +119,12 @@ class Prefetch:
 
 
 class _Ready(NamedTuple):
-    """Batch, and its rows."""
+    """Batch with its pulled rows."""
 
     batch: Any
     pulled: Sequence[BatchRows]
     marks: Mapping[WriteLog, int]
-    """Positions in the logs of writes at the time of the pull."""
+    """Position in each write log at the time of the pull."""
 
 
 class PrefetchRun(Iterator[tuple[Any, Any]]):
@@ -201,7 +200,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             raise
 
     def _push_later(self) -> None:
-        """Let steps send their pushes in the background, if rows may lack some."""
+        """Send the pushes of steps in the background from now on, if ``staleness`` allows rows to lack some."""
         groups = [group for group in self._of._groups if group.rows.pushes_rows_alone and not group.rows.is_bounded]
         if not self._of._staleness or not groups:
             return

@@ -52,9 +52,9 @@ def now() -> tuple[float, float]:
 
 
 class Pipeline:
-    """Threads of the stages. They end with the items, with an error, or by :meth:`stop`.
+    """Threads of the stages. They end after the last item, after an error, or by :meth:`stop`.
 
-    They do not refer to the consumer, which can be garbage-collected while they run.
+    They hold no reference to the consumer, which can be garbage-collected while they run.
     """
 
     def __init__(self, names: Sequence[str], depth: int, stages: Sequence[Stage]) -> None:
@@ -115,12 +115,12 @@ class Pipeline:
     def stop(self, timeout_seconds: float | None = None) -> None:
         """Drop remaining items, and wait until the threads have finished their current ones. Idempotent.
 
-        The garbage collector may call it anywhere, also while a lock is held that a thread needs: hence
-        ``timeout_seconds`` for each thread; on a pipeline's own thread it does not wait.
+        Waits up to ``timeout_seconds`` for each thread, since the garbage collector may call it where a lock is held
+        that a thread needs. Called on a pipeline's own thread, it does not wait.
         """
         for one in self._queues:
             one.stop()
-        self._interrupt()  # an iterator that may wait for long and has a way to be interrupted
+        self._interrupt()  # the iterator may be waiting for its next item
         for thread in self._threads:
             if thread.ident is not None and not is_stage():
                 thread.join(timeout_seconds)
@@ -138,7 +138,7 @@ def is_stage() -> bool:
 
 
 class _Read:
-    """Count of items that were read, to return those that were not consumed to an iterator that accepts them."""
+    """Count of items read, so that those not consumed can be given back to an iterator with ``give_back``."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -148,7 +148,7 @@ class _Read:
         """Number of items consumed; None: not known yet."""
         self._is_ended = False
         self._todo: list[None] = [None]
-        """Empty once items were returned, which the reader or the stopping thread does, whichever is last."""
+        """Empty once items were given back: by the reader or the stopping thread, whichever ends last."""
 
     def stop(self, num_taken: int) -> None:
         """Record that no more items are consumed."""
@@ -191,20 +191,20 @@ class _Queue:
             self._room.put(None)
 
     def reserve(self) -> bool:
-        """Wait for room for one more item; return False if the queue was stopped."""
+        """Wait for room for one more item; return whether the queue still runs."""
         self._room.get()
         if self._is_stopped:
             self._room.put(None)  # for other waiting threads
         return not self._is_stopped
 
     def place(self) -> queue.SimpleQueue[Any]:
-        """Return the next place in the reserved room, into which the caller must put its item."""
+        """Return the next place, after :meth:`reserve`; the caller must put its item there."""
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._places.put(made)
         return made
 
     def get(self) -> Any:
-        """Return the item of the oldest place, once it is there."""
+        """Wait for the item of the oldest place, and return it."""
         place = _taken(self._places)
         item = _STOPPED if self._is_stopped else _taken(place)
         if self._is_stopped:
@@ -263,7 +263,7 @@ def close(items: Any) -> None:
 
 
 class _Workers:
-    """Threads of one stage: they pass items on in their order, whichever is finished first."""
+    """Threads of one stage: they pass items on in the order of arrival, whichever is finished first."""
 
     def __init__(self, work: Callable[[Any], Any], source: _Queue, to: _Queue, times: StageTime) -> None:
         self._work, self._source, self._to, self._times = work, source, to, times
