@@ -1,8 +1,8 @@
-"""Communication of two neighbouring stages in a step: from senders to the owners, the ranks of the next stage.
+"""Communication of two neighbouring stages in a step: from senders to owners, the ranks of the next stage.
 
-For every micro-batch they exchange a few integers between their hosts once the senders have their rows; from it the
-owners learn the number, dtype and shape of the samples. A rank that fails before reports it there, so that every rank
-of both raises. Samples and their gradients go point to point.
+For every micro-batch, once the senders have their rows, the hosts of all exchange a few integers, from which the owners
+learn the number, dtype and shape of the samples. A rank that failed before reports it there, so that all ranks of both
+stages raise. Samples and gradients are sent point to point.
 
 Legend: S samples of a sender, D the rest of the shape.
 """
@@ -52,10 +52,10 @@ class SampleSpan:
 
 @dataclass(frozen=True)
 class StagedBatch:
-    """Samples of one micro-batch, as the ranks of two stages agreed on them."""
+    """Agreement of the ranks of two stages on the samples of one micro-batch."""
 
     asks_for_loss: bool
-    """Whether the step computes the loss; else the last stage's output."""
+    """Whether the step computes the loss; False: the last stage's output."""
     is_last: bool
     """Whether it is the last of the step."""
     dtype: torch.dtype
@@ -72,12 +72,15 @@ class StagedBatch:
 class StageLink:
     """Link between the ranks of a stage (senders) and those of the next (owners). Not thread-safe.
 
-    Attributes: ``link``, of both; ``senders``, ``owners``, their numbers among all ranks; ``culprit``, the rank whose
-    failure the others here have heard of in this step.
+    Attributes:
+        link: Communicator of all of them.
+        senders: Their numbers among all ranks.
+        owners: Their numbers among all ranks.
+        culprit: Rank whose failure was reported on this link in this step; None: none was.
     """
 
     def __init__(self, link: Communicator, rank: int, senders: Sequence[int], owners: Sequence[int]) -> None:
-        """``rank`` is this one; ``link`` is of all of them, in the order of their numbers."""
+        """``rank`` is this rank; ``link`` connects senders and owners, in the order of their numbers."""
         self.link, self.senders, self.owners = link, senders, owners
         self._rank, self._ranks = rank, sorted([*senders, *owners])
         self.open()
@@ -86,7 +89,7 @@ class StageLink:
         """Start a step."""
         self.culprit: int | None = None
         self._is_awaited = True
-        """Whether the other stage reaches another exchange in this step."""
+        """Whether the other stage will take part in another exchange in this step."""
 
     @property
     def is_sender(self) -> bool:
@@ -94,7 +97,7 @@ class StageLink:
         return self._rank in self.senders
 
     def agree(self, rows_SD: Tensor | None, *, asks_for_loss: bool = False, is_last: bool = True) -> StagedBatch:
-        """Agree on a micro-batch: one exchange. Owners pass no rows, and learn the request.
+        """Agree on a micro-batch: one exchange. Owners pass None, and learn what the senders ask for.
 
         Raises:
             SyncError: another rank failed.
@@ -129,7 +132,7 @@ class StageLink:
         )
 
     def report(self, culprit: int) -> None:
-        """Report the failure of a rank to the others, if they reach another exchange in this step."""
+        """Report the failure of a rank to the others, if they take part in another exchange in this step."""
         if self._is_awaited:
             with contextlib.suppress(SyncError):  # the caller raises the reported error
                 self._exchange(culprit + 1, [0] * (5 + KIND))
@@ -144,12 +147,12 @@ class StageLink:
         return [numbers for _, *numbers in answers]
 
     def send(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
-        """Send the rows of the spans, of each tensor [S, …], to the ranks at the other ends."""
+        """Send each span's rows, of every tensor [S, …], to the rank at its other end."""
         cut = [(part.contiguous(), rank) for part, rank in self._cut(spans, rows)]
         self.link.start_transfers(cut, []).result()
 
     def receive(self, spans: Sequence[SampleSpan], *rooms: Tensor) -> None:
-        """Receive rows that :meth:`send` sends at the other ends into the spans of ``rooms`` [S, …]."""
+        """Receive each span's rows from the rank at its other end into ``rooms`` [S, …]."""
         cut = self._cut(spans, rooms)
         self.link.start_transfers([], cut).result()
 
@@ -171,10 +174,10 @@ class StageLink:
 
 
 def deal(sizes: Sequence[int], num_owners: int) -> list[SampleSpan]:
-    """Divide the samples of senders, ``sizes`` of each, among the owners, in order and as evenly as possible.
+    """Divide the samples of senders, ``sizes`` of each, among the owners, as evenly as possible.
 
-    There are at most senders + owners - 1 spans. The owners' samples, one owner after the other, are those of the
-    senders in their order.
+    The owners' samples, one owner after the other, are in the order of the senders'. Returns at most senders + owners
+    - 1 spans.
     """
     total = sum(sizes)
     found = []

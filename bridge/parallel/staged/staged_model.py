@@ -1,4 +1,4 @@
-"""Model in pipeline stages: ranks of the first have the samples, each other stage works on the output before it."""
+"""Model in pipeline stages: the first has the samples; each later one takes the output of the stage before it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Neighbours:
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the last layer; more than any label if that is no nn.Linear."""
+        """Number of outputs of the last layer; ``sys.maxsize`` if it is no nn.Linear."""
         last = list(self.later.values())[-1]
         return last.out_features if isinstance(last, nn.Linear) else sys.maxsize
 
@@ -61,8 +61,8 @@ class StageInput:
 class StagedModel(ParallelModel):
     """A model in stages on one of its ranks; :func:`geartrain.parallelize` makes it on a mesh with stages.
 
-    ``parameters()`` and ``state_dict()`` are those of this rank's stage, by the names of the whole model. All else,
-    values and gradients included, is as of a model without stages.
+    ``parameters()`` and ``state_dict()`` are those of this rank's stage, under the names of the whole model. Otherwise,
+    values and gradients included, it behaves like a model without stages.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class StagedModel(ParallelModel):
         self.micro_batches = micro_batches
         self._at = neighbours
         self._links = [link for link in (neighbours.next, neighbours.previous) if link is not None]
-        self._has_answered = False
+        self._has_exchanged_result = False
 
     @property
     def saving_ranks(self) -> NoReturn:
-        """Raise InvalidArgument: no rank knows all parts."""
+        """Raise InvalidArgument: no rank has all parts of the model."""
         raise InvalidArgument(
             "geartrain.save and load do not take a model in stages, for each rank has only the parts of its own: "
             "save model.state_dict() of every rank with torch.distributed.checkpoint"
@@ -94,23 +94,24 @@ class StagedModel(ParallelModel):
     def forward(self, inputs: Any = None, labels: Tensor | None = None, **options: Any) -> Any:
         """Return the loss (0-dim) over the samples of all ranks, the same number on every rank; every rank calls it.
 
-        A rank of the first stage passes its samples and labels [S], the others neither: ``model(None, None)``. Every
-        rank goes backward from the loss, with the same factor. Without labels, in ``eval()`` or ``torch.no_grad()``, a
-        rank of the first stage gets the last one's output [S, …] for its samples, the others None.
+        Ranks of the first stage pass their samples and labels [S]; ranks of other stages call ``model(None, None)``.
+        All then call ``backward()`` on the loss, with the same factor. Without labels, in ``eval()`` or
+        ``torch.no_grad()``, a rank of the first stage gets the last stage's output [S, …] for its samples, all others
+        None.
 
-        With ``micro_batches`` neighbouring stages work on successive ones at the same time. The last stage works on all
-        of them at once, so that loss and gradients are those of the batch.
+        With ``micro_batches``, neighbouring stages work on successive micro-batches at the same time. The last stage
+        processes all of them at once, so that loss and gradients are those of the whole batch.
 
-        Per training step: for each micro-batch an exchange of ten integers between the hosts of neighbouring stages,
-        and one of five between all; samples, labels and gradients travel once between each two stages; the ranks of a
-        stage communicate among themselves as those of a model without stages do.
+        Cost of a training step: for each micro-batch, an exchange of ten integers between the hosts of neighbouring
+        stages; one of five integers between all ranks; samples, labels and gradients are sent once between neighbouring
+        stages. Within a stage, ranks communicate as in a model without stages.
 
         Raises InvalidArgument, InvalidRows, InvalidIds, SpecMismatch where ranks differ, SyncError where another rank
         failed, RankLost where one is gone.
         """
         for link in self._links:
             link.open()
-        self._has_answered = False
+        self._has_exchanged_result = False
         try:
             if self._at.previous is not None and (inputs is not None or labels is not None or options):
                 raise InvalidArgument(
@@ -125,7 +126,7 @@ class StagedModel(ParallelModel):
             raise
 
     def _send_on(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
-        """Send this stage's output to the next one; receive the loss, or the output of the last."""
+        """Send this stage's output to the next one; return the loss, or the output of the last stage."""
         before, behind = self._at.previous, self._at.next
         assert behind is not None
         tokens = []
@@ -134,7 +135,7 @@ class StagedModel(ParallelModel):
             batch = behind.agree(rows_SD, asks_for_loss=labels_S is not None, is_last=samples.is_last)
             behind.send(batch.spans, rows_SD.detach(), *([] if labels_S is None else [labels_S.to(rows_SD.device)]))
             tokens.append(departed(rows_SD, behind, batch))
-        dtype, shape = kind_from(self._answer(0, []))
+        dtype, shape = kind_from(self._exchange_result_kind(0, []))
         if labels_S is None:
             output_SC = rows_SD.new_empty(len(rows_SD), *shape, dtype=dtype)
             behind.receive(batch.spans, output_SC)
@@ -144,7 +145,7 @@ class StagedModel(ParallelModel):
             before.send(samples.batch.spans, output_SC)
             return None
         loss = torch.empty((), dtype=dtype, device=rows_SD.device)
-        self.mesh.whole.link.start_transfers([], [(loss, self._teller_of(self.mesh.rank))]).result()
+        self.mesh.whole.link.start_transfers([], [(loss, self._loss_source_of(self.mesh.rank))]).result()
         return loss + torch.stack(tokens).sum().to(dtype) if torch.is_grad_enabled() else loss
 
     def _last_stage(self, before: StageLink) -> Tensor | None:
@@ -155,19 +156,19 @@ class StagedModel(ParallelModel):
         if not labels:
             with torch.no_grad():
                 output_TC = rows_to_send(super().forward(rows_TD), "the output of the last stage")
-            self._answer(0, kind_of(output_TC))
+            self._exchange_result_kind(0, kind_of(output_TC))
             assert parts[0].batch is not None
             before.send(parts[0].batch.spans, output_TC)
             return None
         loss: Tensor = super().forward(rows_TD, torch.cat(labels))
-        self._answer(0, kind_of(loss.detach()[None, None]))
-        asking = [rank for stage in self.mesh.stages[:-1] for rank in stage]
-        told = [(loss.detach(), rank) for rank in asking if self._teller_of(rank) == self.mesh.rank]
-        self.mesh.whole.link.start_transfers(told, []).result()
+        self._exchange_result_kind(0, kind_of(loss.detach()[None, None]))
+        receivers = [rank for stage in self.mesh.stages[:-1] for rank in stage]
+        sent = [(loss.detach(), rank) for rank in receivers if self._loss_source_of(rank) == self.mesh.rank]
+        self.mesh.whole.link.start_transfers(sent, []).result()
         return loss
 
-    def _teller_of(self, rank: int) -> int:
-        """Return the rank of the last stage that sends ``rank`` the loss."""
+    def _loss_source_of(self, rank: int) -> int:
+        """Return the rank, in the last stage, from which ``rank`` receives the loss."""
         return self.mesh.stages[-1][rank % len(self.mesh.stages[-1])]
 
     def _own_batches(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[StageInput]:
@@ -200,7 +201,7 @@ class StagedModel(ParallelModel):
             yield StageInput(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
 
     def _run_stage(self, samples: StageInput) -> Tensor:
-        """Compute the rows [S, …] for the next stage. The ranks of a stage with split layers meet after it."""
+        """Return the rows [S, …] for the next stage. If the stage has split layers, its ranks agree at the end."""
         if not self._agreement.has_layers:
             return self._checked_rows(samples)
         self._agreement.start_forward(has_labels=samples.labels is not None, trains=self.training)
@@ -240,24 +241,24 @@ class StagedModel(ParallelModel):
             check_labels(samples.labels, len(output.rows_SD), self._at.num_classes, ignored)
         return output.rows_SD
 
-    def _answer(self, failed: int, kind: list[int]) -> list[int]:
+    def _exchange_result_kind(self, failed: int, kind: list[int]) -> list[int]:
         """Wait until the last stage has the result; return its dtype and shape as integers. One exchange.
 
-        ``failed`` is 1 and the number of a rank that failed, or 0. Raises SyncError if another rank failed.
+        ``failed`` is 0, or the number of a failed rank plus 1. Raises SyncError if any rank reports a failure.
         """
-        self._has_answered = True
-        answers = self.mesh.whole.link.exchange([failed, *(kind or [0] * KIND)])
-        culprits = [failed - 1 for failed, *_ in answers if failed]
+        self._has_exchanged_result = True
+        reports = self.mesh.whole.link.exchange([failed, *(kind or [0] * KIND)])
+        culprits = [failed - 1 for failed, *_ in reports if failed]
         if culprits:
             raise SyncError(f"the step did not end: rank {culprits[0]} failed; its error tells why")
-        return answers[self.mesh.stages[-1][0]][1:]
+        return reports[self.mesh.stages[-1][0]][1:]
 
     def _report_failure(self) -> None:
-        """Report to the ranks that wait for this one; later stages first, so that no two wait for each other."""
+        """Report the failure to the ranks that wait for this one: to the next stage first, to avoid a deadlock."""
         heard = [link.culprit for link in self._links if link.culprit is not None]
         culprit = heard[0] if heard else self.mesh.rank
         for link in self._links:
             link.report(culprit)
-        if not self._has_answered:
+        if not self._has_exchanged_result:
             with contextlib.suppress(SyncError):  # the caller raises the reported error
-                self._answer(culprit + 1, [])
+                self._exchange_result_kind(culprit + 1, [])

@@ -1,4 +1,4 @@
-"""Conversion of an ordinary model into one in stages: every rank keeps the part of its stage."""
+"""Conversion of an ordinary model into one in stages, of which every rank keeps its own."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def stage(
 
 
 def _links(mesh: Mesh) -> dict[int, StageLink]:
-    """Return this rank's links by number of a stage, each to the next stage. Every rank makes every group."""
+    """Return this rank's links to next stages, by the number of the earlier stage. All ranks make every group."""
     found = {}
     for number, (senders, owners) in enumerate(zip(mesh.stages, mesh.stages[1:], strict=False)):
         link = mesh.whole.link

@@ -1,7 +1,7 @@
-"""Autograd functions for samples sent from one stage to the next, with their gradients on the way back.
+"""Autograd functions for samples sent from one stage to the next, and for their gradients, which are sent back.
 
-The backward pass visits micro-batches from last to first on every rank, in the order of autograd. A stage's gradients
-are scaled as if its own modules were averaged; on the way back they become those of the stage before.
+The backward pass visits micro-batches from last to first on every rank, in the order of autograd. Each stage scales
+gradients for a mean over its own ranks; those it sends back are rescaled for the ranks of the stage before.
 
 Legend: S samples of a sender, T samples that an owner receives.
 """
@@ -17,15 +17,15 @@ from geartrain.bridge.parallel.staged.stage_link import StagedBatch, StageLink
 
 
 def departed(rows_SD: Tensor, link: StageLink, batch: StagedBatch) -> Tensor:
-    """Return 0 (0-dim), as a function of rows sent to the next stage: its backward waits for their gradient."""
-    # The loss of a stage that is not trained has a backward pass, too: every rank calls it.
+    """Return 0 (0-dim), as a function of the rows sent to the next stage: its backward receives their gradient."""
+    # The anchor gives a stage without trained parameters a backward pass, too: every rank must take part.
     anchor = torch.empty(0, requires_grad=True)
     token: Tensor = _Departed.apply(rows_SD, anchor, link, batch)  # type: ignore[no-untyped-call]
     return token
 
 
 def arrived(rows_TD: Tensor, link: StageLink, batch: StagedBatch) -> Tensor:
-    """Return the rows received from the stage before, whose gradient is sent back there."""
+    """Return the rows received from the stage before; their backward sends the gradient back to it."""
     anchor = torch.empty(0, requires_grad=True)
     rows: Tensor = _Arrived.apply(rows_TD, anchor, link, batch)  # type: ignore[no-untyped-call]
     return rows
@@ -41,7 +41,7 @@ class _Departed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None]:
-        del upstream  # the owners' gradient contains theirs; every rank runs the same script
+        del upstream  # every rank goes backward with the same factor, which the owners' gradient contains
         if not ctx.batch.wants_gradient:
             return None, None, None, None
         link: StageLink = ctx.link
