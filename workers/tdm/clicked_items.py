@@ -30,15 +30,15 @@ class ClickedItems:
     users: ClickSamples
     """One sample for each test user: its fields, with its latest ``recipe.history`` clicked training items."""
     seen: list[set[int]]
-    """Items of each test user's training samples, clicked or not: no list may name them."""
+    """Items of each test user's training samples, clicked or not: lists leave them out."""
     wanted: list[set[int]]
-    """Held-out items that each test user clicked, and had not seen."""
+    """Held-out items that each test user clicked, without those seen before."""
     items: Ids
     """All items, ascending."""
     user_fields: tuple[str, ...]
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Return the ids of the fields of users, and of the leaves of their histories."""
+        """Return the ids of the samples' user fields, and the leaves of their histories."""
         assert samples.histories is not None
         places, offsets = samples.histories.take(indices)
         of_user = {name: samples.fields[name][indices] for name in self.user_fields}
@@ -92,8 +92,9 @@ def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:
 
 
 def recall(lists: Ids, liked: ClickedItems, cut: int) -> float:
-    """Return the mean over users of the share of wanted items among the first ``cut`` of a list [U, n], from which
-    items that the user has seen are removed.
+    """Return the share of a user's wanted items that are in its list, as the mean over users.
+
+    ``lists`` [U, n]; of each, the first ``cut`` items that the user has not seen count.
     """
     parts = []
     for row, seen, wanted in zip(lists.tolist(), liked.seen, liked.wanted, strict=True):

@@ -1,4 +1,4 @@
-"""``geartrain worker tdm``: trains a tree of items on users' clicks, and measures its recall."""
+"""``geartrain worker tdm``: trains a tree of items on users' clicks, and measures the recall of its search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _USERS_AT_ONCE = 256
 
 
 class TreeTrainer(EmbeddingTrainer):
-    """Trains with a tree of items, rebuilds the tree from what was learned, and trains on."""
+    """Trains a network over a tree of items; rebuilds the tree from the learned embeddings, and continues."""
 
     job = "tdm"
     recipe_class = TdmRecipe
@@ -57,7 +57,7 @@ class TreeTrainer(EmbeddingTrainer):
             seed=recipe.seed,
             reuse=attempt.state is not None,
         )
-        first = ItemTree(first_order(samples, liked.items))
+        first = ItemTree(initial_item_order(samples, liked.items))
         self._tdm = TDM(first, fields, network, node=[NODE, NODE_WEIGHT], negatives=recipe.negatives)
         super().__init__(attempt, source, len(liked.train), network, fields, recipe, liked.train)
 
@@ -66,8 +66,7 @@ class TreeTrainer(EmbeddingTrainer):
         return {"tdm": self._tdm}
 
     def data(self) -> dict[str, Any]:
-        """Return the place of the samples, the user fields, the meaning of samples, and the recall of the trees so
-        far."""
+        """Return where the samples are, the user fields, the samples' schema, and the recall of all trees so far."""
         schema = self._liked.train.schema.to_json()
         return {
             **super().data(),
@@ -82,11 +81,11 @@ class TreeTrainer(EmbeddingTrainer):
         self._recalls = list(state.data["recalls"])
 
     def start(self, stop: Callable[[], bool]) -> None:
-        """Print what begins."""
+        """Print the size of the tree and of the data."""
         del stop
         liked, depth = self._liked, self._tdm.tree.depth
         counts = f"{len(liked.train):,} clicks on {len(liked.items):,} items"
-        self.attempt.print_line(f"Training a tree of {depth} levels on {counts}; {len(liked.users):,} users are asked")
+        self.attempt.print_line(f"Training a tree of {depth} levels on {counts}; recall of {len(liked.users):,} users")
 
     def loss(self, step: int) -> Tensor:
         """Return the loss of the batch of ``step``."""
@@ -97,22 +96,22 @@ class TreeTrainer(EmbeddingTrainer):
         return loss
 
     def between(self) -> None:
-        """Measure a tree at the end of its steps, and make the next."""
+        """At the end of a tree's steps, measure its recall and build the next tree."""
         step, steps = self.progress.part
         if step % (steps // (1 + self.recipe.rebuilds)) == 0:
             self._measure()
             self._tdm.rebuild()
 
     def trained(self) -> None:
-        """Measure the last tree."""
+        """Measure the recall of the last tree."""
         self._measure()
 
     def _measure(self) -> None:
-        """Measure the recall of the present tree, unless that was done before this process began."""
+        """Measure the recall of the present tree, unless an earlier process of this run did so."""
         step = self.progress.step
         if self._recalls and self._recalls[-1]["step"] == step:
             return
-        found = self._recalls_of(self._by_beam(self.recipe.beam))
+        found = self._recalls_of(self._beam_search(self.recipe.beam))
         self._recalls.append({"tree": len(self._recalls), "step": step, **found})
         self.events.scalars("held_out", found, step)
         self.metric = f"recall@{CUTS[0]}", found[f"recall_{CUTS[0]}"]
@@ -121,8 +120,8 @@ class TreeTrainer(EmbeddingTrainer):
     def _recalls_of(self, lists: Ids) -> dict[str, float]:
         return {f"recall_{cut}": recall(lists, self._liked, cut) for cut in CUTS}
 
-    def _by_beam(self, beam: int) -> Ids:
-        """Return the lists [U, beam] of the search, with room for seen items."""
+    def _beam_search(self, beam: int) -> Ids:
+        """Return each user's items [U, beam] by beam search, of which :func:`.recall` leaves out seen ones."""
         beam = min(beam, len(self._liked.items))
         lists = [
             self._tdm.retrieve(self._liked.ids(self._liked.users, part), k=beam, beam=beam)[0].numpy()
@@ -130,8 +129,8 @@ class TreeTrainer(EmbeddingTrainer):
         ]
         return np.concatenate(lists)
 
-    def _by_all(self) -> Ids:
-        """Return the lists [U, K] by the scores of all items."""
+    def _exhaustive_search(self) -> Ids:
+        """Return each user's list [U, K] of all items, sorted by score."""
         items = self._liked.items
         scores = [self._tdm.scores(self._liked.ids(self._liked.users, part), items) for part in self._parts()]
         order: Ids = torch.cat(scores).argsort(1, descending=True).numpy()
@@ -142,16 +141,16 @@ class TreeTrainer(EmbeddingTrainer):
         return np.split(everyone, range(_USERS_AT_ONCE, len(everyone), _USERS_AT_ONCE))
 
     def report(self) -> dict[str, Any]:
-        """Compare the search with scoring all items and with the most popular; save the model."""
+        """Compare beam search with scoring all items and with the most popular ones; save the model."""
         out, liked, recipe = self.attempt.options.out, self._liked, self.recipe
         popular = np.broadcast_to(liked.popular(), (len(liked.users), len(liked.items)))
-        rivals = {"every item scored": self._by_all(), "the most popular": popular}
+        rivals = {"every item scored": self._exhaustive_search(), "the most popular": popular}
         others = {rival: self._recalls_of(lists) for rival, lists in rivals.items()}
         for rival, found in others.items():
             self.attempt.print_line(f"{rival[0].upper()}{rival[1:]}: {_shown(found)}")
         narrower = max(max(CUTS), recipe.beam // 2)
         beams = {
-            beam: {"nodes_scored": nodes_scored(self._tdm.tree, beam), **self._recalls_of(self._by_beam(beam))}
+            beam: {"nodes_scored": nodes_scored(self._tdm.tree, beam), **self._recalls_of(self._beam_search(beam))}
             for beam in sorted({narrower, recipe.beam})
         }
         save(self._tdm, out / "model", state={"kinds": liked.train.schema.to_json()["kinds"]})
@@ -164,7 +163,7 @@ class TreeTrainer(EmbeddingTrainer):
         }
 
     def conclude(self) -> str:
-        """Return the contents of the run folder, in words."""
+        """Return the contents of the run folder, as text."""
         return "Model, snapshots and report"
 
 
@@ -174,7 +173,7 @@ def dims_of(user_fields: Sequence[str], dim: int) -> dict[str, int]:
 
 
 def nodes_scored(tree: ItemTree, beam: int) -> int:
-    """Return the most nodes that a search scores: the children of a beam, on each level with more nodes than it."""
+    """Return the largest number of nodes that a search scores: children of ``beam`` nodes, on each wider level."""
     sizes = [len(tree.slots_at(level)) for level in range(1, tree.depth + 1)]
     return sum(min(2 * beam, size) for size in sizes if size > beam) or len(tree.items)
 
@@ -183,8 +182,8 @@ def _shown(found: dict[str, Any]) -> str:
     return ", ".join(f"recall@{cut} {found[f'recall_{cut}']:.4f}" for cut in CUTS)
 
 
-def first_order(samples: ClickSamples, items: Ids) -> Ids:
-    """Return the items sorted by the other item fields, so that similar ones are neighbours."""
+def initial_item_order(samples: ClickSamples, items: Ids) -> Ids:
+    """Return the items sorted by their other fields, so that similar ones are neighbours in the first tree."""
     own, *others = samples.schema.item
     _, first = np.unique(samples.fields[own], return_index=True)
     keys = [samples.fields[name][first] for name in reversed(others)]

@@ -20,7 +20,7 @@ from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from geartrain.workers.tdm.clicked_items import recall, split_clicks
 from geartrain.workers.tdm.recipe import TdmRecipe
-from geartrain.workers.tdm.trainer import first_order, nodes_scored
+from geartrain.workers.tdm.trainer import initial_item_order, nodes_scored
 from tests.integration.jobs.small_job import stop_after
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
@@ -55,7 +55,7 @@ def test_what_is_wanted_is_new_and_clicked_and_histories_end_before_it() -> None
 def test_the_first_tree_has_items_of_a_kind_beside_each_other(tmp_path: Path) -> None:
     samples = read_movielens(write_movielens(tmp_path))
     items = np.unique(samples.fields["item"])
-    order = first_order(samples, items)
+    order = initial_item_order(samples, items)
     assert sorted(order.tolist()) == items.tolist()
     parity = order[order < 20] % 2  # odd films are of other genres than even ones
     assert np.count_nonzero(np.diff(parity)) == 1
