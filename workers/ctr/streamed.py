@@ -1,4 +1,4 @@
-"""Batches of samples in files, read as they are needed."""
+"""Batches of samples from files, read when they are needed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from geartrain.workers.samples.reader import FileBatches
 from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows
 from geartrain.workers.samples.source import fingerprint
 
-_SOME = 65_536
-"""Samples from which examples are chosen."""
+_MAX_EXAMPLE_SAMPLES = 65_536
+"""Number of training samples, from the first on, among which examples are chosen."""
 
 
 class StreamedBatches(ClickBatches):
-    """Batches of samples in files.
+    """Batches of samples from files.
 
     Memory: two parts of the files (row groups, or blocks of lines), a window of the order, and a batch.
     """
@@ -48,13 +48,13 @@ class StreamedBatches(ClickBatches):
         rows = self._samples.read(part)
 
         def trained(first: int, end: int) -> SampleRows:
-            return _taken(rows, self._held_out.parted(part).train[first:end])
+            return _select_rows(rows, self._held_out.parted(part).train[first:end])
 
         return ChangedRows(self.part_rows[part], trained)
 
     def some(self) -> ClickSamples:
         found: list[SampleRows] = []
-        missing = _SOME
+        missing = _MAX_EXAMPLE_SAMPLES
         for part in range(len(self.part_rows)):
             found.append(self.read(part).slice(0, missing))
             missing -= found[-1].num_rows
@@ -80,11 +80,14 @@ class StreamedBatches(ClickBatches):
         for part in self._held_out.parts:
             rows, indices = self._samples.read(part), chosen(self._held_out.parted(part))
             for first in range(0, len(indices), AT_ONCE):
-                yield click_batch(self._design, _taken(rows, indices[first : first + AT_ONCE]).batch({}))
+                yield click_batch(self._design, _select_rows(rows, indices[first : first + AT_ONCE]).batch({}))
 
 
 def click_batch(design: Design, batch: SampleBatch, negatives: float = 1.0) -> ClickBatch:
-    """Return samples of files or of a topic as a batch for a model; ``negatives`` is the recipe's."""
+    """Return a model's batch of samples from files or a topic.
+
+    It has all clicked samples, and about the share ``negatives`` of the others.
+    """
     clicks, level = batch.pop(CLICK), batch.level_of.get(CLICK)
     assert isinstance(clicks, Tensor)
     clicks = (clicks if level is None else clicks[batch.index[level]]).float()
@@ -94,7 +97,7 @@ def click_batch(design: Design, batch: SampleBatch, negatives: float = 1.0) -> C
     return ClickBatch(design.ids_of(batch), {}, clicks)
 
 
-def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
+def _select_rows(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
     """Return the samples at ascending ``indices``."""
     if not len(indices):
         return rows.slice(0, 0)
@@ -104,7 +107,7 @@ def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
 
 
 class _Endless(EpochOrder):
-    """Order of all epochs, one after another, as one stream."""
+    """Order of the samples of all epochs, one after another, as one endless stream."""
 
     def stream_rows(self, stream: int) -> int:
         del stream
