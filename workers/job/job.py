@@ -453,8 +453,8 @@ def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bo
 
 
 def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
-    """Return the client's settings. A job that resumes after a loss waits for the scheduler as for a shard: it may be
-    the lost role."""
+    """Return the client's settings. A job that resumes after a loss waits as long for the scheduler as for a shard: it
+    may be the lost role."""
     config = ClientConfig(graph=options.graph)
     if not goes_on:
         return config
