@@ -27,28 +27,35 @@ class GlyphData:
 
 
 def load_glyphs(cache: Path, size: int, num_classes: int | None, console: Console) -> GlyphData:
-    """Fetch the fonts, draw them, and gather the images of ``num_classes`` classes (all by default)."""
+    """Fetch the fonts, draw their characters, and return the images of ``num_classes`` classes (None: all)."""
     fonts = find_fonts(cache, say=lambda line: console.print(line, highlight=False))
     return assemble(render_faces(fonts, cache, size, console), num_classes)
 
 
 def load_face(cache: Path, size: int, console: Console) -> RenderedFace:
-    """Fetch only the face whose characters are the classes: one font, one image a class."""
+    """Fetch and draw only the face whose characters are the classes: one image a class."""
     faces = [face for face in FACES if face.name == CLASSES_FACE]
     fonts = find_fonts(cache, faces, say=lambda line: console.print(line, highlight=False))
     return render_faces(fonts, cache, size, console)[0]
 
 
 def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:
-    """Sort rendered faces into training and held-out sets; ``num_classes`` selects so many, evenly spread.
+    """Sort rendered faces into training and held-out sets, of ``num_classes`` classes evenly spread (None: all).
 
-    Raises ConfigError if a family is on both sides, if one side is empty, or if there are fewer classes than asked for.
+    Raises ConfigError if a family is on both sides or one side is empty, and if ``num_classes`` is below 2 or more than
+    there are.
     """
     train = [rendered for rendered in faces if rendered.font.face.role == "train"]
     held_out = [rendered for rendered in faces if rendered.font.face.role == "held_out"]
+    if not train or not held_out:
+        raise ConfigError(
+            f"there are {len(train)} training faces and {len(held_out)} held-out ones; give at least one of each"
+        )
     both = {rendered.font.face.family for rendered in train} & {rendered.font.face.family for rendered in held_out}
-    if both or not train or not held_out:
-        raise ConfigError(f"faces must be split into training and held-out families; on both sides: {sorted(both)}")
+    if both:
+        raise ConfigError(
+            f"families {sorted(both)} have faces for training and held-out ones; give all faces of a family one role"
+        )
     codes = next((face.code_points for face in train if face.font.face.name == CLASSES_FACE), train[0].code_points)
     if num_classes is not None:
         if not 2 <= num_classes <= len(codes):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -67,5 +68,15 @@ def test_a_small_run_takes_classes_evenly_and_refuses_impossible_numbers() -> No
     for count in (1, 5):
         with pytest.raises(ConfigError, match=r"\[2, 4\]"):
             assemble(faces, count)
-    with pytest.raises(ConfigError, match="held-out"):
-        assemble(faces[:1], None)
+
+
+def test_faces_need_both_roles_and_a_family_has_one() -> None:
+    train, held_out = rendered("noto-sans-cjk-regular", [10, 20]), rendered("wqy-microhei", [10])
+    with pytest.raises(ConfigError, match="1 training faces and 0 held-out ones"):
+        assemble([train], None)
+    with pytest.raises(ConfigError, match="0 training faces and 1 held-out ones"):
+        assemble([held_out], None)
+    same_family = replace(held_out.font.face, family=train.font.face.family)
+    other_role = replace(held_out, font=replace(held_out.font, face=same_family))
+    with pytest.raises(ConfigError, match=rf"families \['{train.font.face.family}'\] have faces for training"):
+        assemble([train, other_role], None)
