@@ -33,21 +33,21 @@ class Classifier(nn.Module):
 
 
 def save_rows(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """Of ``accelerator.save_state``: writes the model with its rows in place of Accelerate's own file."""
+    """Hook of ``accelerator.save_state``: save the model with its rows, in place of Accelerate's own file."""
     for number, model in enumerate(models):
         gt.save(model, Path(folder, f"model-{number}"))
     weights.clear()
 
 
 def load_rows(models: list[nn.Module], folder: str) -> None:
-    """Of ``accelerator.load_state``: the other way."""
+    """Hook of ``accelerator.load_state``: load the model with its rows."""
     for number, model in enumerate(models):
         gt.load(model, Path(folder, f"model-{number}"), replace=True)
     models.clear()
 
 
 def trained(folder: Path, loader: DataLoader[Any], epochs: range) -> list[float]:
-    """Losses of some epochs; goes on from the state in ``folder`` unless they begin at 0."""
+    """Train some epochs; return their losses. Continues from the state in ``folder`` unless they begin at 0."""
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerator.register_save_state_pre_hook(save_rows)
@@ -55,7 +55,7 @@ def trained(folder: Path, loader: DataLoader[Any], epochs: range) -> list[float]
     losses = []
     with gt.local() as cluster:
         model = Classifier(cluster)
-        joint = gt.joint(torch.optim.AdamW(model.backbone.parameters()), model.head)  # the one line
+        joint = gt.joint(torch.optim.AdamW(model.backbone.parameters()), model.head)  # the line that adds Geartrain
         schedule = torch.optim.lr_scheduler.OneCycleLR(joint, max_lr=0.01, total_steps=EPOCHS * len(loader) // 2 + 1)
         model, optimizer, loader, schedule = accelerator.prepare(model, joint, loader, schedule)
         if epochs.start > 0:

@@ -1,4 +1,4 @@
-"""A network in JAX over rows in a cluster: gradients by jax.grad, arrays from one to the other without a copy (DLPack).
+"""A network in JAX over rows in a cluster: gradients by jax.grad, arrays shared with torch without a copy (DLPack).
 
 Needs JAX (pip install jax). Run it: python examples/train_with_jax.py
 """
@@ -16,7 +16,8 @@ STEPS, LR = 300, 0.05
 
 
 def network() -> tuple[dict[str, Any], Callable[..., Any]]:
-    """First parameters, and a function of them and of vectors by field: logits of a factorisation machine."""
+    """Return initial parameters, and the function from parameters and vectors by field to logits: a factorisation
+    machine."""
     import jax.numpy as jnp
 
     def logits(parameters: dict[str, Any], vectors: dict[str, Any]) -> Any:
@@ -29,7 +30,7 @@ def network() -> tuple[dict[str, Any], Callable[..., Any]]:
 
 
 def train(cluster: Cluster, steps: int) -> float:
-    """Train; returns the AUC of clicks that nobody trained."""
+    """Train; return the AUC on clicks that were not trained on."""
     import jax
     import jax.numpy as jnp
 
@@ -63,7 +64,10 @@ def train(cluster: Cluster, steps: int) -> float:
 
 
 def by_tables(cluster: Cluster) -> float:
-    """The same without any torch: rows are pulled and pushed by hand, those of ids that occur twice summed."""
+    """Pull rows and push their gradients without torch; those of an id that occurs twice are summed.
+
+    Returns the loss after one step.
+    """
     import jax
     import jax.numpy as jnp
 

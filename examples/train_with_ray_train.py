@@ -23,7 +23,7 @@ EPOCHS, STEPS, RANKS = 4, 40, 2
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What each worker does, under the process group of Ray Train."""
+    """Train on one worker, in the process group of Ray Train."""
     torch.manual_seed(0)
     context = ray.train.get_context()
     rank, ranks = context.get_world_rank(), context.get_world_size()
@@ -52,7 +52,7 @@ def train(settings: dict[str, Any]) -> None:
                 joint.step()
                 joint.zero_grad()
             if epoch == 2 and rank == 1 and first == 0:
-                os.kill(os.getpid(), signal.SIGKILL)  # an accident
+                os.kill(os.getpid(), signal.SIGKILL)  # simulates a lost worker
             # Every rank gives the same folder, which all shards see; Ray Train takes a copy of it.
             folder = Path(settings["folder"], f"epoch-{epoch}")
             gt.save(model, folder, state={"optimizer": optimizer, "epoch": epoch + 1})
