@@ -1,9 +1,9 @@
 """Communicator of a job's ranks over torch.distributed (gloo, NCCL): all collectives except those of DDP and FSDP2
 (``bridge/parallel/averaging.py``).
 
-Numbers that decide shapes travel between the hosts (gloo), so that no device is waited for; tensors travel between the
-devices. With one rank, or without torch.distributed, nothing travels. Traffic is counted. A collective that fails by a
-lost rank raises RankLost: on gloo at once if its process died, else after the time limit of the group.
+Numbers that decide shapes are sent between the hosts (gloo), so that no host waits for a device; tensors are sent
+between the devices. With one rank, or without torch.distributed, nothing is sent. Traffic is counted. A collective that
+a lost rank makes fail raises RankLost: on gloo at once if its process died, else after the time limit of the group.
 
 Legend: R ranks, B samples of all ranks, D width.
 """
@@ -39,7 +39,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 _SHOWN = 5
-"""Most differences between ranks in an error."""
+"""Largest number of differences between ranks that an error names."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of the tensor on one rank: of an all-gather the received one, of a reduce-scatter the sent one."""
+    """Bytes of the tensor on one rank: received ones of an all-gather, sent ones of a reduce-scatter."""
 
     def count(self, operation: str, num_bytes: int) -> None:
         """Count one operation."""
@@ -82,12 +82,12 @@ def lost_ranks_named(operation: str, group: dist.ProcessGroup | None = None) -> 
 
 
 class Pending(Generic[T]):
-    """Result of a started collective; every rank asks for it, or none does."""
+    """Result of a started collective. Either every rank calls :meth:`result`, or none does."""
 
     def __init__(
         self, work: dist.Work | None, take: Callable[[], T], operation: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """``take()`` makes the result once ``work`` is done. ``operation`` and ``group`` are for errors."""
+        """``take()`` returns the result once ``work`` is done; errors name ``operation`` and ``group``."""
         self._work = work
         self._take: Callable[[], T] | None = take
         self._operation, self._group = operation, group
@@ -95,7 +95,7 @@ class Pending(Generic[T]):
 
     @staticmethod
     def done(result: T) -> Pending[T]:
-        """Return a completed one."""
+        """Return a pending result that is known already."""
         return Pending(None, lambda: result, "")
 
     def result(self) -> T:
@@ -110,7 +110,7 @@ class Pending(Generic[T]):
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield keys with different values, those of inner mappings as "key['inner']", and both values; None: absent."""
+    """Yield each key with different values, such as "key['inner']", and both values; None: absent."""
     for key in sorted({*first, *other}):
         ours, theirs = first.get(key), other.get(key)
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
@@ -122,7 +122,7 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
 class Communicator:
     """Communication of the ranks of ``process_group`` (None: all); every rank makes the same calls in the same order.
 
-    Attributes: ``world_size``, ``rank``, ``traffic`` (of this rank), ``is_alone`` (nothing travels).
+    Attributes: ``world_size``, ``rank``, ``traffic`` (of this rank), ``is_alone`` (whether nothing is sent).
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -144,14 +144,14 @@ class Communicator:
 
     @functools.cached_property
     def _host_group(self) -> dist.ProcessGroup | None:
-        """Group for tensors of the host, which NCCL does not carry; made on first use."""
+        """Group for tensors of the host, which NCCL cannot send; made on first use."""
         if self.is_alone or "gloo" in str(dist.get_backend(self._group)):
             return self._group
         with lost_ranks_named("beginning of a gloo group", self._group):
             return _gloo_group(dist.get_process_group_ranks(self._group or dist.group.WORLD), self._group)
 
     def require_capturable(self) -> None:
-        """Raise InvalidArgument if collectives go by way of the host, where no CUDA graph can capture them."""
+        """Raise InvalidArgument if collectives run on the host, where a CUDA graph cannot capture them."""
         if not self.is_alone and self._is_gloo:
             raise InvalidArgument(
                 "the ranks talk over gloo, between the hosts, which no CUDA graph holds; begin with "
@@ -159,9 +159,9 @@ class Communicator:
             )
 
     def apart(self) -> Communicator:
-        """Return the same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
+        """Return a communicator of the same ranks over another gloo group, for a background thread.
 
-        It has the time limit of this group.
+        It has the time limit of this group. Every rank calls it.
         """
         if self.is_alone:
             return self
@@ -170,21 +170,21 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Device of new rows: the current CUDA device if the group cannot carry the host's tensors, else the host."""
+        """Device of new rows: the current CUDA device if the group cannot send the host's tensors, else the host."""
         if not self.is_alone and not self._is_gloo and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.empty(0).device
 
     def barrier(self, name: str) -> None:
-        """Return once every rank came here; errors have ``name``. One all-gather of a byte."""
+        """Return once every rank has called it; errors contain ``name``. One all-gather of a number."""
         self.start_exchange([0], f"barrier ({name})").result()
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
+        """Return the ``values`` of every rank, in rank order; each gives equally many. One all-gather of the hosts."""
         return self.start_exchange(values).result()
 
     def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
-        """Start :meth:`exchange`, which runs in the background until its result is asked for."""
+        """Start :meth:`exchange` in the background."""
         if self.is_alone:
             return Pending.done([list(values)])
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
@@ -231,18 +231,18 @@ class Communicator:
     def raise_on_all_ranks(
         self, failure: Exception | None, what: str, error: Callable[[str], GeartrainError] = SyncError
     ) -> None:
-        """Raise on every rank if any has a ``failure``: its own there, elsewhere ``error``, which names the rank.
+        """Raise on every rank if any has a ``failure``: that rank its own, the others ``error``, which names the rank.
 
-        One exchange. ``what`` says what did not happen, as the start of a sentence.
+        One exchange. ``what``: the start of its message, such as "rows were not saved".
         """
-        sound = [good for (good,) in self.exchange([failure is None])]
+        is_well = [well for (well,) in self.exchange([failure is None])]
         if failure is not None:
             raise failure
-        if 0 in sound:
-            raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
+        if 0 in is_well:
+            raise error(f"{what}: rank {is_well.index(0)} failed; its error tells why")
 
     def run_together(self, action: Callable[[], T], what: str) -> T:
-        """Run on every rank an ``action`` without collectives; raise as :meth:`raise_on_all_ranks` does."""
+        """Run ``action``, which has no collectives; if it fails on any rank, raise as :meth:`raise_on_all_ranks`."""
         results: list[T] = []
         failure: Exception | None = None
         try:
@@ -257,7 +257,7 @@ class Communicator:
         return self.start_gather(tensor, sizes).result()
 
     def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Start :meth:`gather`, which runs in the background until its result is asked for."""
+        """Start :meth:`gather` in the background."""
         if self.is_alone:
             return Pending.done(tensor)
         most = max(sizes)
@@ -286,8 +286,8 @@ class Communicator:
     def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int, via: torch.device) -> None:
         """Send ``block_LD`` to the next rank; write the ``num_expected`` rows from the previous one to ``room_LD``.
 
-        Tensors of one dtype, which may share memory: they travel between the ranks' devices ``via`` (on gloo between
-        the hosts), in pieces of 8 MiB, with one piece of extra memory.
+        Both have one dtype, and may share memory: rows are sent between the ranks' devices ``via`` (on gloo between the
+        hosts) in pieces of 8 MiB, with one piece of extra memory.
         """
         via = self._wire(via)
         rows = max(1, _PIECE_BYTES // max(1, block_LD.element_size() * block_LD.shape[1]))
@@ -303,8 +303,8 @@ class Communicator:
     ) -> Pending[None]:
         """Start to send each tensor of ``leaving`` to its rank, and to fill each of ``arriving`` from its rank.
 
-        They are contiguous, on one device, not empty, and not used until the result was asked for. Tensors from one
-        rank to another arrive in the order they were sent.
+        They must be contiguous, not empty, on one device, and unused until the result is there. Tensors from one rank
+        to another arrive in the order in which they were sent.
         """
         what = "exchange between two ranks"
         wires = [tensor.detach().to(self._wire(tensor.device)) for tensor, _ in leaving]
@@ -358,8 +358,11 @@ class Communicator:
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to sum a contiguous tensor over the ranks: one all-reduce. Its memory is in use until the result is
-        asked for, and is that of the result where the ranks can reach it."""
+        """Start to sum a contiguous tensor over the ranks: one all-reduce.
+
+        Its memory must not be used until the result is there; on a device that the group can send from, the result
+        overwrites it.
+        """
         if self.is_alone:
             return Pending.done(tensor)
         wire = tensor.detach().to(self._wire(tensor.device))
@@ -373,7 +376,7 @@ class Communicator:
         return self.start_sum_to_owners(tensor_BD, sizes).result()
 
     def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Start :meth:`sum_to_owners`; ``tensor_BD`` must not be written before its result was asked for."""
+        """Start :meth:`sum_to_owners`; ``tensor_BD`` must not be written before the result is there."""
         if self.is_alone:
             return Pending.done(tensor_BD)
         most, own = max(sizes), sizes[self.rank]
@@ -396,9 +399,9 @@ class Communicator:
         return Pending(work, collect, "reduce-scatter", self._group)
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Send the first ``leaving[0]`` of ``values`` [N, …] to rank 0, the next to rank 1, …; one all-to-all.
+        """Send the first ``leaving[0]`` of ``values`` [N, …] to rank 0, the next ``leaving[1]`` to rank 1, and so on.
 
-        Returns the received values, ``arriving[r]`` of each rank r in rank order: [Σ arriving, …].
+        Returns the received values in rank order, ``arriving[r]`` from rank r: [Σ arriving, …]. One all-to-all.
         """
         if self.is_alone:
             return values
@@ -416,7 +419,7 @@ class Communicator:
         return parts.to(values.device)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` by rank 0's, of the same shape and dtype: one broadcast."""
+        """Overwrite ``tensor`` by that of rank 0, of the same shape and dtype: one broadcast."""
         if self.is_alone or not tensor.numel():
             return
         wire = tensor.detach().to(self._wire(tensor.device)).contiguous()
@@ -426,7 +429,7 @@ class Communicator:
             tensor.detach().copy_(wire)
 
     def deal(self, whole_ND: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Distribute rank 0's rows [N, …]: return this rank's ``sizes[r]``, taken in rank order. Point to point."""
+        """Divide rank 0's rows [N, …] among the ranks in order; return this rank's, ``sizes[rank]``. Point to point."""
         if self.is_alone:
             return whole_ND
         parts = torch.split(whole_ND.detach(), list(sizes))
@@ -446,8 +449,8 @@ class Communicator:
 
     @property
     def acts(self) -> bool:
-        """Whether this rank runs the ``action`` of :meth:`first_then_others`: every rank, on the rows that it holds;
-        rank 0 where the rows are in a cluster (``SyncRanks``)."""
+        """Whether this rank runs the ``action`` of :meth:`first_then_others`: every rank does, on its own rows; where
+        they are in a cluster (``SyncRanks``), only rank 0."""
         return True
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
@@ -460,7 +463,7 @@ class Communicator:
         self.run_together(action, what)
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the array: every rank has made the same."""
+        """Return ``array``, which is equal on every rank already."""
         return array
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
@@ -483,11 +486,11 @@ class Communicator:
         return dist.get_global_rank(group, rank % self.world_size)
 
     def _carrier(self, wire: Tensor) -> dist.ProcessGroup | None:
-        """Return the group for a tensor: NCCL carries none of the host, such as labels."""
+        """Return the group that sends a tensor: NCCL cannot send the host's, such as labels."""
         return self._host_group if wire.device.type == "cpu" else self._group
 
     def _wire(self, device: torch.device) -> torch.device:
-        """Return the device that a tensor is sent from: gloo carries only the host's."""
+        """Return the device from which a tensor is sent: gloo sends only from the host."""
         return _HOST if self._is_gloo else device
 
 

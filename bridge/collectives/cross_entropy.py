@@ -1,7 +1,7 @@
 """Cross entropy over classes on several ranks: one maximum and one sum over the ranks, per sample.
 
-Of a [B, C] matrix of logits only some numbers a sample travel (PLSC, section 2; partial FC): the largest logit, the sum
-of exponentials and the logit of the target, which one rank has.
+Of a [B, C] matrix of logits, ranks exchange only some numbers per sample (PLSC, section 2; partial FC): the largest
+logit, the sum of exponentials, and the logit of the target, which one rank has.
 
 The formula is that of ``torch.nn.functional.cross_entropy`` with class indices. With p the softmax of logits z, label
 y, class weights w (1 without), smoothing ε over C classes:
@@ -49,11 +49,11 @@ def joint_sums(
     shifted: bool = True,
     highest_B: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Return joint sums over the classes of all ranks, from each rank's sums of ``exp``(logit − its own shift).
+    """Return sums over the classes of all ranks, from each rank's sums of ``exp``(logit − its own shift).
 
-    Returns the joint shift [B]; the sums [B] under it and of each of ``others``, in the type of ``sum_B``; and the
-    maximum of ``highest_B`` [B], if that is given. ``shifted``: whether the shifts differ. Two all-reduces (one, where
-    there is no maximum to find); ``link`` None: this process has all classes.
+    Returns the common shift [B]; the sums [B] with that shift and those of each of ``others``, in the type of
+    ``sum_B``; and the maximum over the ranks of ``highest_B`` [B], if given. ``shifted``: whether ranks have different
+    shifts. Two all-reduces; one, if there is no maximum to find. ``link`` None: this process has all classes.
     """
     if link is None or link.world_size == 1:
         return shift_B, [sum_B, *others], highest_B
@@ -67,12 +67,12 @@ def joint_sums(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalLabels:
-    """Labels of all samples, as columns of the logits on this rank."""
+    """Labels of all samples, as numbers of columns of this rank's logits."""
 
     places_B: Tensor
-    """Columns of the labels, int64; outside of the logits if another rank has the class."""
+    """Column of each label, int64; outside the logits if another rank has the class."""
     counts_B: Tensor
-    """Whether the sample is not ignored, bool."""
+    """Whether each sample counts, bool; False: it is ignored."""
     weights_B: Tensor
     """Weight of each sample, in the dtype of the losses; 0 where it is ignored."""
     smoothing: float = 0.0
@@ -91,7 +91,7 @@ def split_cross_entropy(
     *,
     takes_memory: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Return the losses [B] over the classes of all ranks, the same on each; NaN where no rank has a label that counts.
+    """Return the losses [B] over the classes of all ranks, the same on each; NaN where no rank has a sample's class.
 
     ``local_BL`` are the logits of the classes here. Two all-reduces, of B and of 3·B numbers (4·B with smoothing);
     ``link`` None: all classes are here. The backward pass calls ``takes_memory()`` to learn whether it may overwrite
@@ -142,17 +142,17 @@ class SplitSamples:
         self._is_here_B = self._counts_B & (labels.places_B >= 0) & (labels.places_B < num_local)
         self._places_B = labels.places_B.clamp(0, max(0, num_local - 1))
         self._spread_B = self._counts_B.to(self._sum_dtype) * (labels.smoothing / labels.num_classes)
-        """Part of each sample that smoothing gives to each class."""
+        """Share of each sample's label that smoothing gives to each class."""
         self._top_B = self._sum_B = self._spread_B
         """Largest logit of each sample, and the sum of exponentials over it, over all classes."""
         self._kept_B: Tensor | None = None
-        """Shift of each sample's exponentials, if the logits' memory holds these."""
+        """Shift of each sample's exponentials; None: the logits' memory holds logits."""
 
     def losses(self, local_BL: Tensor, *, keeps_exponentials: bool = False) -> Tensor:
         """Return the losses [B].
 
-        ``keeps_exponentials``: overwrite the logits, of the type of the losses, by exponentials for
-        :meth:`write_gradient`.
+        ``keeps_exponentials``: overwrite the logits, which have the type of the losses, by their exponentials, which
+        :meth:`write_gradient` then uses.
         """
         labels = self._labels
         if not len(local_BL):

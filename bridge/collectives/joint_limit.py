@@ -1,4 +1,4 @@
-"""Cut of an order whose places are spread over the ranks, found by counts alone: no rank sees another's places."""
+"""Limit below which the first places of all ranks lie, found by counts: no rank sends its places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mean over all ranks whose gradients are averaged over the ranks (by DDP, FSDP2, synchronous pushes).
+"""Mean over the ranks, for losses whose gradients DDP, FSDP2 or synchronous pushes average over the ranks.
 
 Legend: R ranks.
 """
@@ -16,7 +16,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 class _MeanOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-        # One dtype, since a rank without samples does not know that of the others' losses.
+        # Always float64, since a rank without samples does not know the dtype of the others' losses.
         own = own_sum.detach().double()
         amounts = torch.zeros_like(own) if amount is None else amount.to(own)
         total, divisor = link.sum(torch.stack([own, amounts])).unbind()

@@ -18,11 +18,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 
 VARIABLE = "GEARTRAIN_RANKS_STORE"
-"""``HOST:PORT/JOB``: the scheduler, and the job of ``--rdzv-id``."""
+"""``HOST:PORT/JOB``: the scheduler's address, and the job given by ``--rdzv-id``."""
 
 
 def ranks_key(master_port: int | str) -> str:
-    """Return the key, among the values of the job, of the store's name for one start of the ranks."""
+    """Return the key in the job's values under which the store's name for one start of the ranks is."""
     return f"ranks/{master_port}"
 
 
@@ -31,9 +31,9 @@ _store: Store | None = None
 
 
 class SchedulerStore(Store):
-    """Store of torch.distributed. Thread-safe. Each call is one to the scheduler, waits are several.
+    """Store of torch.distributed. Thread-safe. A call costs one request to the scheduler, a wait several.
 
-    Raises torch's DistStoreError after too long a wait, SchedulerUnavailable.
+    Raises SchedulerUnavailable, and torch's DistStoreError where a wait takes longer than its time limit.
     """
 
     timeout: timedelta  # torch's
@@ -92,7 +92,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     nor NCCL encrypts the traffic between ranks.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"``, or what else torch has.
+        backend: ``"gloo"``, ``"nccl"``, or another of torch's.
         timeout: Longest wait of ranks for one another; None: torch's own.
 
     Raises:
