@@ -1,9 +1,9 @@
-"""Two implementations of accumulation and top-k selection of gradients: compiled for CPUs, in tensor operations.
+"""Two implementations of accumulation and top-k selection of gradients: compiled for CPUs, and tensor operations.
 
 Deep gradient compression (Lin 2017, section 3): momentum correction, accumulation of unsent values, and masking of sent
-ones. Of each tensor u = momentum · u + g; v = v + u, with ``nesterov`` v = v + g + momentum · u, as in
-``torch.optim.SGD``. At the selected places u = v = 0. Of equal magnitudes the lower index is selected. The two differ
-at most by rounding, where a device computes fused multiply-adds.
+ones. For each tensor, u = momentum · u + g and v = v + u; with ``nesterov``, v = v + g + momentum · u, as in
+``torch.optim.SGD``. At the selected places u = v = 0. Of equal magnitudes, the lower index is selected. The two
+implementations differ only in rounding, where a device computes fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class CompiledCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the indices int32 [K] within each tensor, ascending, one tensor after the other, and v there, float32.
+        """Update velocities and residuals in place; return the selected indices int32 [K], and v there, float32 [K].
 
-        ``gradients`` are float32 or of 16 bits, in C order; ``velocities`` and ``residuals`` float32, changed in place.
-        Raises NonFinite, without a name; velocities and residuals may then have been changed.
+        Indices are within each tensor, ascending, one tensor after the other. ``gradients`` are float32 or of 16 bits,
+        in C order; ``velocities`` and ``residuals`` float32. Raises NonFinite, without a tensor's name; velocities and
+        residuals may have been changed by then.
         """
         indices, values = accumulate_and_take(
             [_array(gradient) for gradient in gradients],
@@ -60,7 +61,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 class TensorCompaction:
-    """Tensor operations on any device: the state is copied into one buffer, and back."""
+    """Compaction by tensor operations on any device, which copy the state to one buffer and back."""
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], device: torch.device) -> None:
         self._device = device
@@ -75,8 +76,11 @@ class TensorCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do as :meth:`CompiledCompaction.compact`, without synchronizing the host: the third result, bool [2, T] of T
-        tensors, replaces its error (which gradients are finite, and which are with the accumulated state)."""
+        """Do the same as :meth:`CompiledCompaction.compact`, without synchronizing the host.
+
+        In place of its error there is a third result, bool [2, T] of T tensors: whether each gradient is finite, and
+        whether it is with the accumulated state.
+        """
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )

@@ -1,4 +1,4 @@
-"""Exchange of DDP's buckets, from the backward pass to the optimizer's step."""
+"""Exchange of the gradients in DDP's buckets, from the backward pass to the optimizer's step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Settings:
 class GradientExchange:
     """Communication hook of one model.
 
-    A hook accumulates, selects and starts to send; the ranks' messages are received with the last bucket, so that a
-    step with any bad bucket changes nothing. On a CPU a thread does the hooks' work during the rest of the backward
-    pass, over a process group of its own: others may use DDP's meanwhile.
+    For each bucket it accumulates, selects and starts to send. It receives the ranks' messages at the last bucket, so
+    that a step with any failed bucket changes nothing. On a CPU a thread does this work during the rest of the backward
+    pass, over another process group than DDP's, which may be in use meanwhile.
 
     Attributes: ``steps``, ``skipped_steps``, ``state``, ``link``, ``is_merged``.
     """
@@ -92,9 +92,9 @@ class GradientExchange:
         self._awaits_step = False
         self._broken = False
         self._loaded = 0
-        """Digest of the state that was loaded since the last step; 0: none was."""
+        """Digest of the state loaded since the last step; 0: none was loaded."""
         self._refusal: Exception | None = None
-        """Reason why the backward pass in progress exchanges nothing."""
+        """Error for which the backward pass in progress exchanges nothing."""
 
         def check() -> Optimizer:
             require_types(parameters, settings.sparsity)
@@ -117,7 +117,7 @@ class GradientExchange:
         self._optimizer.register_step_post_hook(self._stepped)
 
     def load(self, saved: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """Load a state; raises as ``GradientState.load``, and changes nothing then."""
+        """Load a state. On an error, as of ``GradientState.load``, nothing is changed."""
         self.state.load(saved)
         self.steps = steps
         self.is_merged = True
@@ -125,14 +125,14 @@ class GradientExchange:
         self._loaded = digest_of(saved)
 
     def merge(self) -> None:
-        """Average all ranks' momentum and residuals on every rank; if all are equal, change nothing."""
+        """Replace momentum and residuals on every rank by their mean over the ranks, unless all are equal already."""
         self.link.run_together(self.require_between_steps, "the residuals were not merged")
         if not self.link.agree(self.is_merged):
             self.state.average(self.link)
         self.is_merged = True
 
     def require_between_steps(self) -> None:
-        """Raise InvalidArgument after a step that failed, or between ``backward()`` and the optimizer's step."""
+        """Raise InvalidArgument after a failed step, or between ``backward()`` and the optimizer's step."""
         self.require_usable()
         if self._awaits_step:
             raise InvalidArgument(
@@ -141,7 +141,7 @@ class GradientExchange:
             )
 
     def require_usable(self) -> None:
-        """Raise InvalidArgument after a step that failed."""
+        """Raise InvalidArgument after a failed step."""
         if self._broken:
             raise InvalidArgument(
                 "an earlier step of TopKGradients failed on some rank, and what it had taken out of the residuals is "
@@ -152,7 +152,7 @@ class GradientExchange:
         self._awaits_step = False
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Process a bucket; DDP calls it for each in order, once its gradients are complete."""
+        """Start to exchange a bucket; DDP calls it for each in order, once the bucket's gradients are complete."""
         if torch._C._current_graph_task_id() < 0:
             self._refuse_to_join()
         if bucket.index() == 0:
@@ -201,19 +201,19 @@ class GradientExchange:
         self._asked = self._done_beside(ask)
 
     def _refuse_to_join(self) -> NoReturn:
-        """Raise: DDP sends zeros for this rank, which has left its loop in ``model.join()`` while others step."""
+        """Raise on every rank: this one has left its loop in ``model.join()``, so that DDP sends zeros for it."""
         failure = no_more_batches()
         require_alike(self.link.exchange([False, self._loaded, self.steps]), failure)
         raise failure
 
     def _clipping(self, clip: float) -> Tensor:
-        """Return the factor that clips this rank's gradient norm to clip · √R; gradients may be scaled."""
+        """Return the factor that clips the norm of this rank's unscaled gradient to clip · √R."""
         norms = torch.stack([_norm_of(bucket.buffer) for bucket in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
         most = clip * self.link.world_size**0.5
-        # NaN stays where it is in a gradient, so that its parameter is the one that is named.
+        # A factor of NaN would spread to all gradients, and the error would name another parameter.
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor
 
@@ -229,15 +229,14 @@ class GradientExchange:
         bucket.begun = self._done_beside(begin)
 
     def _done_beside(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run work after earlier work: on the thread during the backward pass if there is one, else at once."""
+        """Run ``work`` on the thread, after its earlier work; without a thread, now."""
         if self._thread is not None:
             return self._thread.submit(work)
         work()
         return None
 
     def _layout(self, bucket: Any) -> BucketLayout:
-        """Return a bucket's layout: DDP makes its buckets anew after the first step, and the sparsity rises in the
-        warm-up."""
+        """Return a bucket's layout, which changes with DDP's new buckets after the first step, and in the warm-up."""
         parameters = bucket.parameters()
         sparsity = sparsity_at(self.steps, self._settings.sparsity, self._settings.warmup_steps)
         made_for = (sparsity, [id(parameter) for parameter in parameters])
@@ -249,7 +248,7 @@ class GradientExchange:
         return known[1]
 
     def _finish(self) -> None:
-        """Receive the ranks' messages once all gradients are complete."""
+        """Receive the ranks' messages, at the last bucket, and complete the futures that DDP waits for."""
         buckets, self._buckets = self._buckets, []
         try:
             failure = self._apply_results(buckets)
@@ -266,7 +265,7 @@ class GradientExchange:
             raise_after_backward(failure)
 
     def _apply_results(self, buckets: list[BucketWork]) -> Exception | None:
-        """Receive the ranks' messages into the buckets; return the error, the same on every rank."""
+        """Receive the ranks' messages and write the updates to the buckets; return the error that every rank raises."""
         begun = [task for task in (self._asked, *(bucket.begun for bucket in buckets)) if task is not None]
         wait(begun)
         for task in begun:
@@ -274,7 +273,7 @@ class GradientExchange:
         if self._refusal is not None:
             return self._refusal
         statuses = torch.stack([bucket.receive() for bucket in buckets]).cpu().tolist()  # the only host wait of a pass
-        of_means = self.link.world_size  # which rank's part is not finite there is unknown
+        of_means = self.link.world_size  # place of the means' status: it does not tell whose part is not finite
         troubles = [
             (bucket, None if rank == of_means else rank, status)
             for bucket, of_bucket in zip(buckets, statuses, strict=True)

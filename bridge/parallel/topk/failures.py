@@ -1,4 +1,4 @@
-"""Errors of a failed gradient exchange, the same on every rank except where they name one."""
+"""Errors of a failed gradient exchange; every rank raises one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch
 
 
 def require_alike(answers: list[list[int]], failure: Exception | None) -> None:
-    """Raise, on every rank, the error in the ranks' answers at the start of a backward pass."""
+    """Raise on every rank if one failed before a backward pass, or if ranks have different gradient states."""
     if failure is not None:
         raise failure
-    sound, loaded, steps = zip(*answers, strict=True)
-    if not all(sound):
-        raise not_exchanged(sound.index(0))
+    are_well, loaded, steps = zip(*answers, strict=True)
+    if not all(are_well):
+        raise not_exchanged(are_well.index(0))
     if len({*loaded}) > 1 or len({*steps}) > 1:
         other = next(rank for rank, answer in enumerate(answers) if answer != answers[0])
         raise SpecMismatch(
@@ -26,12 +26,12 @@ def require_alike(answers: list[list[int]], failure: Exception | None) -> None:
 
 
 def not_exchanged(rank: int) -> SyncError:
-    """Return the error of the other ranks where ``rank`` failed."""
+    """Return the error that other ranks raise if ``rank`` failed."""
     return SyncError(f"gradients were not exchanged: rank {rank} failed; its error tells why")
 
 
 def not_stepped(rank: int) -> InvalidArgument:
-    """Return the error for gradients of a backward pass that were not applied before the next one."""
+    """Return the error for a backward pass before the gradients of the last one were applied."""
     return InvalidArgument(
         f"backward() exchanged gradients on rank {rank} before optimizer.step() had applied the last ones, which would "
         "be lost; step after each backward(), or accumulate under model.no_sync()"
@@ -64,7 +64,7 @@ def not_finite(name: str, rank: int | None, *, of_state: bool) -> NonFinite:
 
 
 def raise_after_backward(failure: Exception) -> None:
-    """Raise from ``backward()``, with its own type, once DDP has ended its pass and can begin another."""
+    """Make ``backward()`` raise ``failure`` unchanged, once DDP has ended its pass and can begin another."""
     queue = Variable._execution_engine.queue_callback
 
     def fail() -> NoReturn:

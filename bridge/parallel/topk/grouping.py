@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 SIMILAR = 0.75
-"""Share of a group's largest tensor that another one must have in elements to join it."""
+"""Size, as a share of a group's largest tensor, from which another tensor joins the group."""
 SMALL = 4096
-"""Largest size of tensors in one common group: padding costs less than another group's operations."""
+"""Size up to which all tensors form one group: padding costs less than another group's operations."""
 _LAST_PLACE = 2**32 - 1
 
 

@@ -92,7 +92,7 @@ class TopKGradients:
                 momentum and residuals are restored.
 
         Raises:
-            InvalidArgument: one of these does not hold, or this object is attached already.
+            InvalidArgument: an argument is not as described, or this object is attached already.
             SpecMismatch: the ranks disagree on settings or parameters; raised on every rank.
             SyncError: another rank refused.
         """
@@ -120,12 +120,12 @@ class TopKGradients:
         """Average all ranks' momentum and residuals on every rank, so that :meth:`state_dict` is complete.
 
         Every rank calls it, between two steps; :func:`geartrain.save` does. The sum of unsent values stays the same,
-        and training continues from it. Costs two all-reduces of the size of the model; nothing if there was no step
-        since.
+        and training continues from there. Costs two all-reduces of the size of the model; without a step since the
+        last merge, nothing.
 
         Raises:
             InvalidArgument: an earlier step failed, or ``optimizer.step()`` has not applied the last gradients.
-            SyncError: that is so on another rank.
+            SyncError: another rank raised InvalidArgument.
             RankLost: a rank died.
         """
         self._attached.merge()
@@ -157,7 +157,7 @@ class TopKGradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict`, the same on every rank. Sparsity and number of ranks may differ.
 
-        If a rank loads another one, or none, the next ``backward()`` raises SpecMismatch on every rank.
+        If ranks load different ones, or some load none, the next ``backward()`` raises SpecMismatch on every rank.
 
         Raises:
             SpecMismatch: it is of other parameters; nothing was changed.

@@ -62,8 +62,7 @@ def require_types(parameters: Mapping[str, nn.Parameter], sparsity: float) -> No
 
 
 def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Return ``optimizer``. Raises InvalidArgument if it would apply momentum or decay a second time, or does not train
-    one of ``parameters``."""
+    """Return ``optimizer``, which trains all ``parameters`` without momentum or decay; else raises InvalidArgument."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgument(f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer, such as SGD")
     require_no_momentum(optimizer)

@@ -8,25 +8,25 @@ from fractions import Fraction
 from geartrain.ams.values.errors import InvalidArgument
 
 MAX_ELEMENTS = 2**31 - 1
-"""Most elements of a tensor: indices are sent as int32."""
+"""Largest number of elements of a tensor, since indices are sent as int32."""
 SMALL = 4096
-"""Largest tensors that are always dense: biases and norms, which are few bytes."""
+"""Number of elements up to which a tensor is always dense: biases and norms, which are few bytes."""
 _FIRST_KEPT = 0.25
-"""Share sent at the first level of the warm-up, and the factor between levels."""
+"""Share sent at the first level of the warm-up, and the factor from one level to the next."""
 
 
 def sent_counts(numels: Sequence[int], sparsity: float, ranks: int) -> list[int]:
-    """Return the elements of each tensor that a rank sends: all if it is small, or cheaper dense."""
+    """Return the number of elements that a rank sends of each tensor: all if it is small, or cheaper dense."""
     found = counts(numels, sparsity, ranks=ranks)
     return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
 
 
 def counts(numels: Sequence[int], sparsity: float, *, ranks: int = 2) -> list[int]:
-    """Return the elements of each tensor to send: ``numel`` where dense is cheaper.
+    """Return the number of elements to send of each tensor: ``numel`` where dense is cheaper.
 
-    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` in [0, 1) as a decimal: 0.999 leaves one in 1000. A rank
-    receives 8 · k bytes (int32 index, float32 value) from each other rank; of a dense all-reduce it receives 8 · numel
-    / ranks bytes for each of them. So a tensor is dense where k · max(ranks, 2) >= numel.
+    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` in [0, 1) as a decimal: 0.999 leaves one in 1000. Sparse, a
+    rank receives 8 · k bytes (int32 index, float32 value) from each other rank; in a dense all-reduce it receives
+    8 · numel / ranks bytes for each of them. So a tensor is dense if k · max(ranks, 2) >= numel.
 
     Raises InvalidArgument for a tensor of 2**31 elements or more.
     """
@@ -42,7 +42,7 @@ def _count(numel: int, kept: Fraction, ranks: int) -> int:
 
 
 def sparsity_at(step: int, sparsity: float, warmup_steps: int) -> float:
-    """Return the sparsity of ``step``, from 0 on: 75, 93.75, 98.4, 99.6 % (the levels below ``sparsity``), then it.
+    """Return the sparsity of ``step``, counted from 0: 75, 93.75, 98.4, 99.6 % (levels below ``sparsity``), then that.
 
     The levels share ``warmup_steps`` evenly (Lin 2017, section 3.3, where each is an epoch).
     """

@@ -1,4 +1,4 @@
-"""State of a rank's gradients from step to step: momentum, and the part not sent yet."""
+"""State of a rank's gradients from step to step: momentum, and values that were not sent yet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from geartrain.bridge.collectives.communicator import Communicator
 
 
 class GradientState:
-    """Tensors [numel] by name of a parameter, in the order of its memory, as in DDP's buckets.
+    """Tensors [numel] by name of a parameter, with elements in the order of its memory, as in DDP's buckets.
 
-    They are float32, or float64 where the parameter is.
+    They are float32, or float64 for a float64 parameter.
 
     Attributes:
-        momentum: u of Lin 2017, of every parameter.
-        residual: v, of those that are sent sparse; of others while a loaded one waits to be sent.
-        decay: the momentum of weight decay, equal on every rank; of those with a residual.
-        sparse: names of those that are sent sparse, at the latest after the warm-up.
+        momentum: u of Lin 2017, for every parameter.
+        residual: v, for parameters that are sent sparse, and for others while a loaded residual waits to be sent.
+        decay: Momentum of weight decay, equal on every rank, for parameters with a residual.
+        sparse: Names of the parameters that are sent sparse, at the latest after the warm-up.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sparse: set[str], *, decays: bool) -> None:
@@ -33,11 +33,11 @@ class GradientState:
         self.residual = {name: _zeros(parameter) for name, parameter in parameters.items() if name in sparse}
         self.decay = {name: _zeros(parameter) for name in self.residual if decays for parameter in [parameters[name]]}
         self.loaded: set[str] = set()
-        """Names whose residual and decay were loaded, and are equal on all ranks until the next step."""
+        """Names of parameters with a loaded residual and decay, which all ranks share until the next step."""
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def average(self, link: Communicator) -> None:
-        """Give every rank the mean over the ranks, which keeps the sum of unsent values."""
+        """Replace the tensors by their mean over the ranks, which leaves the sum of unsent values as it is."""
         for tensors in (self.momentum, self.residual):
             for tensor in tensors.values():
                 tensor.copy_(link.start_sum(tensor).result()).div_(link.world_size)
@@ -48,7 +48,7 @@ class GradientState:
         self._kept += [(tensor, tensor.clone()) for tensor in both]
 
     def restore(self) -> None:
-        """Restore the copies."""
+        """Overwrite momentum and residuals by the copies."""
         for tensor, kept in self._kept:
             tensor.copy_(kept)
         self._kept = []
@@ -67,7 +67,7 @@ class GradientState:
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the values of :meth:`shaped`.
 
-        Raises, and changes nothing: SpecMismatch, if they are of other parameters; NonFinite.
+        Raises SpecMismatch if they are of other parameters, and NonFinite; then nothing is changed.
         """
         self._require_same(saved)
         for mine, theirs in ((self.residual, saved["residual"]), (self.decay, saved["decay"])):
@@ -114,7 +114,7 @@ def digest_of(saved: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def taken_out(tensors: dict[str, Tensor], name: str, *, stays: bool) -> Tensor | None:
-    """Remove and return the tensor of ``name``; if it ``stays``, leave zeros."""
+    """Remove and return the tensor of ``name``; ``stays``: leave zeros in its place."""
     found = tensors.pop(name, None)
     if found is not None and stays:
         tensors[name] = torch.zeros_like(found)
