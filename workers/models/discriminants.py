@@ -1,6 +1,6 @@
 """Projection solved in closed form: linear discriminants (Fisher 1936; Rao 1948) of a backbone's descriptors.
 
-One linear map, in place of thousands of training steps, separates the classes before training begins.
+This linear map separates the classes before training begins, which saves thousands of training steps.
 
 Legend: N images, C classes, P width of a descriptor, D width of a feature.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from geartrain.workers.models.backbones import StrokeNet
 
 RIDGE = 0.1
-"""Share of the mean within-class variance that is added to each, against directions seen too little."""
+"""Share of the mean within-class variance that is added to every variance, for directions with too few samples."""
 SUMS_BYTES = 1 << 30
 
 

@@ -22,7 +22,7 @@ ANSWERS = 5
 
 @dataclass(frozen=True)
 class Answers:
-    """Best classes of every image of a set."""
+    """Best classes of each image of a set, with their scores."""
 
     images: Images
     scores: Tensor
@@ -50,7 +50,7 @@ class Answers:
         }
 
     def hardest(self, count: int) -> list[int]:
-        """Return indices of the wrong answers with the greatest scores, greatest first."""
+        """Return the indices of the wrong answers with the highest scores, highest first."""
         wrong = (self.classes[:, 0] != self.images.labels).nonzero().squeeze(1)
         order = self.scores[wrong, 0].argsort(descending=True, stable=True)
         return [int(index) for index in wrong[order[:count]]]
@@ -58,9 +58,9 @@ class Answers:
 
 @torch.no_grad()
 def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.device) -> Answers:
-    """Return the five best classes of each image (fewer if there are fewer classes), as ``ClassHead.predict``.
+    """Return the five best classes of each image by ``ClassHead.predict``; all, if there are fewer.
 
-    A rank that only takes part in another one's query has no ``images``.
+    ``images`` are empty on a rank that only takes part in another rank's query.
     """
     backbone.eval()
     batches = images.batches(images_at_once(device), device) if len(images) else ()
@@ -72,7 +72,7 @@ def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.d
 
 @torch.no_grad()
 def answer_of_model(model: TrainedModel, images: Images, device: torch.device) -> Answers:
-    """Return the answers of a saved model with centers in memory: a matrix [128, C] of scores at a time."""
+    """Return the answers of a saved model with its centers in memory; holds the scores [B, C] of one batch."""
     there = replace(model, backbone=model.backbone.to(device), centers=model.centers.to(device))
     k = min(ANSWERS, len(model.class_names))
     batches = images.batches(images_at_once(device), device)

@@ -23,7 +23,7 @@ _FONT = ImageFont.load_default(size=14)
 
 
 def draw_mistakes(path: Path, answers: dict[str, Answers], train: Images, class_names: list[str], *, ink: bool) -> int:
-    """Write the image; return the number of mistakes. ``ink``: bitmaps are bright ink, to be drawn dark."""
+    """Write the image; return the number of mistakes in it. ``ink``: draw the bitmaps' bright ink dark."""
     shown = [(name, result, index) for name, result in answers.items() for index in result.hardest(_ROWS)]
     wanted = {int(result.images.labels[index]) for _, result, index in shown}
     wanted |= {int(label) for _, result, index in shown for label in result.classes[index, :3]}
@@ -79,7 +79,7 @@ def _draw_tile(
 
 
 def _caption(name: str, score: str = "") -> str:
-    """Return characters by code point, as the caption's font may lack them; other names cut to the tile's width."""
+    """Return a character as its code point, as the font may lack it; other names cut to the tile's width."""
     if len(name) == 1 and not name.isascii():
         return f"U+{ord(name):04X}{score}"
     fitting = (name[:end] for end in range(len(name), 0, -1) if _FONT.getlength(name[:end] + score) <= _TILE)

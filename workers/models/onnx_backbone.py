@@ -1,7 +1,7 @@
 """ONNX backbone: export, comparison with onnxruntime, and inference.
 
-``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; a backbone of several
-tensors has one input for each, called as its forward calls it.
+``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; a backbone that takes
+several tensors has an input for each, with the name of forward's argument.
 
 Legend: N images, D width of a feature.
 """
@@ -26,24 +26,24 @@ from geartrain.bridge.head.imprinting.backbone import Inputs, bound, run
 from geartrain.workers.models.saved_model import TYPES
 
 TOLERANCE = 1e-4
-"""Largest distance of features, relative to their length: other summation orders differ by some 1e-6."""
+"""Largest distance of features, relative to their length; other orders of summation differ by some 1e-6."""
 INPUT, _OUTPUT = "images", "features"
 _IDS = (torch.int32, torch.int64)
-"""Dtypes of inputs, as of words or letters, whose other sizes differ from batch to batch, too."""
+"""Dtypes of inputs, such as words or letters, of which also sizes other than N differ from batch to batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Difference of onnxruntime's features from the module's."""
+    """Difference between the features of onnxruntime and of the module."""
 
     images: int
     """Number of compared images, in batches of several sizes."""
     largest_distance: float
-    """Largest distance of two features of an image, relative to their length."""
+    """Largest distance between the two features of an image, relative to their length."""
     max_error: float = 0.0
-    """Largest difference of two elements of features."""
+    """Largest difference between two elements of features."""
     takes: str = ""
-    """Inputs of the network, and of a service of it without preprocessing."""
+    """Inputs of the network; a service without preprocessing takes the same."""
 
 
 class OnnxBackbone(nn.Module):
@@ -52,7 +52,7 @@ class OnnxBackbone(nn.Module):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        """Path of the file; the other files of its model are beside it."""
+        """Path of the file, in the folder of its model."""
         runtime = needed("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
@@ -63,7 +63,7 @@ class OnnxBackbone(nn.Module):
 
     @property
     def takes(self) -> str:
-        """Inputs in words: ``words int64 [N, any], weight float32 [N]``."""
+        """Description of the inputs: ``words int64 [N, any], weight float32 [N]``."""
         found = []
         for tensor in self._session.get_inputs():
             kind = str(tensor.type).removeprefix("tensor(").removesuffix(")")
@@ -102,7 +102,7 @@ def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
 
 
 def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
-    """Return the only input, or all by forward's names. Raises InvalidArgument unless each is [N, …]."""
+    """Return the only input, or all by forward's argument names. Raises InvalidArgument unless each is [N, …]."""
     several = isinstance(example, tuple | Mapping)
     tensors: dict[str, Any] = {INPUT: example}
     if isinstance(example, tuple | Mapping):
@@ -127,7 +127,7 @@ def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor])
 
 
 def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *, optimize: bool = True) -> Any:
-    """Return the ``ONNXProgram`` of a backbone in eval(); ``optimize``: fold constants, also of parameters.
+    """Return the ``ONNXProgram`` of a backbone in eval(); ``optimize``: fold constants, parameters included.
 
     Raises InvalidArgument.
     """
@@ -168,19 +168,21 @@ def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *
 
 @torch.no_grad()
 def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dict[str, Tensor]) -> Parity:
-    """Compare all of the example, its first image alone, and it twice over. Raises InvalidArgument."""
+    """Compare features of the example, its first image, and the example doubled. Raises InvalidArgument."""
     largest, error, num_images = 0.0, 0.0, 0
     first, doubled = (
         _each(example, lambda tensor: tensor[:1]),
         _each(example, lambda tensor: torch.cat([tensor, tensor.flip(0)])),
     )
     for images in (example, first, doubled):
-        mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
-        if mine.shape != theirs.shape:
-            raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
-        largest = float(np.maximum(largest, largest_distance(theirs, mine)))  # NaN stays NaN
-        error = float(np.maximum(error, float((mine - theirs).abs().max())))
-        num_images += len(mine)
+        torch_features, onnx_features = run(backbone, images).float().cpu(), run(exported, images).float()
+        if torch_features.shape != onnx_features.shape:
+            raise InvalidArgument(
+                f"onnxruntime gives {list(onnx_features.shape)}, the backbone {list(torch_features.shape)}"
+            )
+        largest = float(np.maximum(largest, largest_distance(onnx_features, torch_features)))  # NaN stays NaN
+        error = float(np.maximum(error, float((torch_features - onnx_features).abs().max())))
+        num_images += len(torch_features)
     if not largest <= TOLERANCE:
         raise InvalidArgument(
             f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "
@@ -190,7 +192,7 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
 
 
 def largest_distance(found_ND: Tensor, expected_ND: Tensor) -> float:
-    """Return the largest distance of two features of an image, relative to the expected one's length."""
+    """Return the largest distance between two features of an image, relative to the length of the expected one."""
     lengths = expected_ND.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found_ND - expected_ND).norm(dim=1) / lengths).max())
 

@@ -17,7 +17,7 @@ Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 CALIBRATION_IMAGES = 512
 _PRODUCTS = ["Conv", "Gemm", "MatMul"]
-"""Operations that gain from 8 bits; the rest stays float32."""
+"""Operations that are faster in 8 bits; all others stay float32."""
 
 Batch = Mapping[str, npt.NDArray[Any]]
 """Inputs of the network by name."""
@@ -33,8 +33,9 @@ def require_precision(precision: str) -> Precision:
 def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) -> None:
     """Replace the network by one of ``precision``, with the same inputs and outputs.
 
-    fp16: half the bytes. int8: a quarter; weights by channel, activations by their ranges over ``batches`` (integers
-    and float32 in one file, QDQ). Raises ConfigError without the libraries, InvalidArgument, OSError.
+    fp16 halves the bytes. int8 quarters them: weights have a scale per channel, activations one by their range over
+    ``batches``; the file has integer and float32 operations (QDQ). Raises ConfigError without the libraries,
+    InvalidArgument, OSError.
     """
     if precision == "fp32":
         return
@@ -54,7 +55,7 @@ def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) 
 
 
 class _Reader:
-    """Batches one by one, in the library's interface."""
+    """Batches, in the interface of onnxruntime's calibration."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._left = iter(batches)

@@ -17,7 +17,7 @@ from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 
 @dataclass(frozen=True)
 class Prediction:
-    """Best classes of one image, or the error."""
+    """Best classes of one image, or the error of its file."""
 
     path: Path
     best: list[tuple[str, float]]
@@ -26,7 +26,7 @@ class Prediction:
 
 
 def image_files(paths: Iterable[Path]) -> list[Path]:
-    """Return files as given; of a folder, the images in it, sorted. Raises InvalidArgument for one without images."""
+    """Return the given files, and the images in given folders, sorted. Raises InvalidArgument for an empty folder."""
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -42,7 +42,7 @@ def image_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def predict(model: TrainedModel, files: list[Path], k: int) -> Iterator[Prediction]:
-    """Name each image, in order. A file that cannot be read has an error instead of answers."""
+    """Yield the ``k`` best classes of each image, in order; for a file that cannot be read, its error."""
     k = integer("k", k, 1, len(model.class_names))
     for start in range(0, len(files), AT_ONCE):
         pictures, errors = {}, {}

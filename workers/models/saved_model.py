@@ -1,7 +1,7 @@
 """Folder of a trained model: its files for prediction and serving, without cluster or pickle, read without torch.
 
     model/config.json             sealed: facts of the model, and checksums (XXH3) of all the other files
-    model/backbone.safetensors    of a worker: parameters of the network that config.json names
+    model/backbone.safetensors    of a worker's model: parameters of the network that config.json names
     model/backbone.onnx           of an export: the network itself (:mod:`.onnx_backbone`)
     model/centers.safetensors     class centers [C, D], of several a class [C, K, D], and, where there are some, biases
                                   [C], float32; a class's score is the cosine of feature and center ("is_cosine"), or,
@@ -12,8 +12,8 @@
     model/pictures.safetensors    of an export, if it has some: example pictures of classes (``class_pictures``)
 
 config.json of an export has ``kind`` (its inputs: ``pictures`` or ``tensors``; other kinds have other files),
-``version`` (the training step of a run, or the last version plus one if that is higher: it ascends), ``created`` (Unix
-time), ``preprocessing`` (None: the backbone takes tensors; a text: user code makes them), ``is_cosine``,
+``version`` (ascends: the training step of a run, or the last version plus one if that is higher), ``created`` (Unix
+time), ``preprocessing`` (None: the backbone takes tensors; a string: user code makes them), ``is_cosine``,
 ``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (difference of onnxruntime's features from torch's)
 and ``index``; if measured, ``sure_from`` (the score below which an answer is unsure) and ``verify`` (the cosine above
 which two pictures show the same). Centers and names are mapped: processes share them, and a million are available at
@@ -61,7 +61,7 @@ class ClassNames(Sequence[str]):
     """Names of classes by number, each decoded on access."""
 
     def __init__(self, offsets: npt.NDArray[Any], text: npt.NDArray[Any]) -> None:
-        """``offsets`` [C + 1] int64 and ``text`` [B] uint8 are as :meth:`arrays` returns them."""
+        """``offsets`` [C + 1] int64 and ``text`` [B] uint8: as :meth:`arrays` returns them."""
         self._offsets = offsets
         self._text = text
 
@@ -113,12 +113,12 @@ class ModelFiles:
 
 
 def is_exported(folder: Path) -> bool:
-    """Return whether the model in the folder is an export, not a worker's."""
+    """Return whether the model in the folder is an export; False: it is a worker's."""
     return not (complete_folder(folder) / BACKBONE).exists()
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a file to be mapped by readers."""
+    """Write arrays to a file that :func:`map_arrays` maps."""
     with path.open("wb") as file:
         for part in tensor_file(arrays, {}):
             file.write(part)
@@ -131,10 +131,10 @@ def seal_model(staging: Path, class_names: Sequence[str], config: Mapping[str, A
 
 
 def seal_folder(staging: Path, config: Mapping[str, Any]) -> None:
-    """Write ``config`` with the checksums of all files in the folder, also of those in folders below."""
+    """Write ``config`` with the checksums of all files in the folder and in its subfolders."""
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     for path in files:
-        path.chmod(0o644)  # some libraries create files for their owner alone; a model is made to be handed on
+        path.chmod(0o644)  # some libraries create files for their owner alone; others read a model, too
     checksums = {path.relative_to(staging).as_posix(): _checksum(path) for path in files}
     (staging / CONFIG).write_bytes(seal_json({**config, "format": FORMAT, _SUMS: checksums}))
 
@@ -150,7 +150,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def unseal_folder(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json, after a check that every other file has its checksum.
+    """Check that every other file has its checksum; return the content of config.json.
 
     Raises ConfigError (not the folder of a model, or one of another format), ModelDamaged (names the file).
     """
@@ -188,7 +188,7 @@ def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """Return the training entry of the model in ``folder``; empty without a sound model. Reads one small file."""
+    """Return the training entry of the model in ``folder``; empty if there is no sound one. Reads only config.json."""
     try:
         training: dict[str, Any] = read_config(complete_folder(folder)).get("training", {})
     except (ConfigError, ModelDamaged):

@@ -1,8 +1,8 @@
-"""Verification of templates as in the IJB benchmarks: sets of pictures and video frames of one person, pooled.
+"""Verification of templates as in the IJB benchmarks: a template is a set of pictures and video frames of one person.
 
-Two text files define the sets, in the form of IJB-B and IJB-C:
+Two text files, in the form of IJB-B and IJB-C, define the templates and their pairs:
 
-    media    picture template media      "12.jpg 1 69544": a picture, its template, and the video or photo it is of
+    media    picture template media      "12.jpg 1 69544": a picture, its template, and the video or photo it is from
     pairs    template template same      "1 11065 1": 1 if they show the same person, else 0
 
 Legend: N pictures, M media of templates, T templates, P pairs, D width of a feature.
@@ -34,7 +34,7 @@ class TemplateVerification:
     templates: int
     images: int
     true_accepts: dict[float, float]
-    """Share of the same pairs accepted, by false accept rate; see ``true_accept_rates``."""
+    """Share of the same pairs that are accepted, by false accept rate; see ``true_accept_rates``."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Media:
     media_of_picture: npt.NDArray[np.int64]
     """[N] index of each picture's medium within its template, 0 … M − 1."""
     template_of_media: npt.NDArray[np.int64]
-    """[M] index of each such medium's template, 0 … T − 1."""
+    """[M] index of each medium's template, 0 … T − 1."""
     templates: npt.NDArray[np.int64]
     """[T] ids as the file gives them, ascending."""
 
@@ -54,11 +54,11 @@ class Media:
 def verify_templates(
     model: TrainedModel, folder: Path, media: Path, pairs: Path, *, mirror: bool
 ) -> TemplateVerification:
-    """Embed the pictures of ``media`` in ``folder``, pool them, and judge ``pairs``.
+    """Embed the pictures of ``media`` in ``folder``, pool them by template, and return the accuracy for ``pairs``.
 
-    A template's feature is the mean over its media of the mean over each medium's pictures of their unit features,
-    scaled to length 1: a video of a thousand frames weighs as much as a photo. The score of a pair is the cosine.
-    Memory: M·D numbers, not N·D or P·D. Raises InvalidArgument naming file and line, NonFinite.
+    Unit features are averaged over the pictures of each medium, then over the media of a template, and scaled to length
+    1: a video of a thousand frames weighs as much as a photo. The score of a pair is the cosine. Memory: M·D numbers,
+    not N·D or P·D. Raises InvalidArgument, which names file and line, and NonFinite.
     """
     found = read_media(media)
     first_P, second_P, same_P = read_template_pairs(pairs, found.templates)
@@ -84,7 +84,7 @@ def verify_templates(
 def pair_cosines(
     pooled_TD: Tensor, first_P: npt.NDArray[np.int64], second_P: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return cosines [P] of templates, some pairs at a time: IJB-C has 15 million."""
+    """Return the cosine of each pair [P], computed in parts: IJB-C has 15 million pairs."""
     cosines_P = np.empty(len(first_P))
     for start in range(0, len(first_P), _PAIRS_AT_ONCE):
         some = slice(start, start + _PAIRS_AT_ONCE)
@@ -93,7 +93,7 @@ def pair_cosines(
 
 
 def pool(media_MD: Tensor, template_of_media: npt.NDArray[np.int64], num_templates: int) -> Tensor:
-    """Return the unit-length mean [T, D] of the rows [M, D] of each template, in float64."""
+    """Return the mean of each template's rows [M, D], scaled to length 1: float64 [T, D]."""
     sums_TD = torch.zeros(num_templates, media_MD.shape[1], dtype=torch.float64)
     sums_TD.index_add_(0, torch.from_numpy(template_of_media), media_MD.double())
     return functional.normalize(sums_TD, dim=1)
@@ -131,7 +131,7 @@ def read_template_pairs(
 
 
 def _read_rows(path: Path, form: str, *, numbers_from: int) -> list[list[str]]:
-    """Return three words of every line, of which those from ``numbers_from`` on are whole numbers."""
+    """Return the three words of every line; those from ``numbers_from`` on must be numbers. Raises InvalidArgument."""
     if not path.is_file():
         raise InvalidArgument(f"{path} is not a file; give one with lines of {form}")
     rows = []

@@ -21,12 +21,12 @@ from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 FOLDS = 10
 FALSE_ACCEPT_RATES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _THRESHOLDS = np.arange(0, 4, 0.01)
-"""Thresholds of the squared distance of two unit vectors, as InsightFace searches them."""
+"""Thresholds of the squared distance between two unit vectors: those that InsightFace tries."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Accuracy of telling pairs apart."""
+    """Accuracy of deciding whether pairs of pictures show the same person."""
 
     pairs: int
     accuracy: float
@@ -34,9 +34,9 @@ class Verification:
     accuracy_std: float
     """Standard deviation over the folds."""
     threshold: float
-    """Mean over the folds of the largest squared distance of a pair called the same."""
+    """Squared distance below which a pair counts as the same, as the mean over the folds."""
     true_accepts: dict[float, float]
-    """Share of the same pairs accepted, by false accept rate; without rates that need more different pairs."""
+    """Share of the same pairs that are accepted, by false accept rate; without rates that need more different pairs."""
 
 
 def verify_file(model: TrainedModel, path: Path, *, mirror: bool) -> Verification:
@@ -48,7 +48,8 @@ def verify_file(model: TrainedModel, path: Path, *, mirror: bool) -> Verificatio
 
 @torch.no_grad()
 def embed(model: TrainedModel, pairs: Pairs, *, mirror: bool) -> Tensor:
-    """Return unit features [2·N, D]; with ``mirror`` of the sum of a picture's and its mirror image's (InsightFace)."""
+    """Return unit features [2·N, D]; ``mirror``: of the sum of a picture's feature and its mirror image's, as
+    InsightFace does."""
     features = []
     for start in range(0, len(pairs.images), AT_ONCE):
         indices = range(start, min(start + AT_ONCE, len(pairs.images)))
@@ -61,25 +62,25 @@ def embed(model: TrainedModel, pairs: Pairs, *, mirror: bool) -> Tensor:
 
 @torch.no_grad()
 def unit_features(model: TrainedModel, bitmaps: Tensor, mirror: bool) -> Tensor:
-    """Return unit features [B, D] of bitmaps [B, K, S, S]; with ``mirror`` of the sum with the mirror image's."""
+    """Return unit features [B, D] of bitmaps [B, K, S, S]; ``mirror``: of the sum with the mirror images' features."""
     found = model.backbone(bitmaps)
     features = found + model.backbone(bitmaps.flip(3)) if mirror else found
     return functional.normalize(features.float(), dim=1)
 
 
 def distances(unit_features: Tensor) -> npt.NDArray[np.float64]:
-    """Return the squared distance [N] of rows 2·i and 2·i + 1 of [2·N, D]; 2 − 2 cos for unit rows."""
+    """Return the squared distances [N] between rows 2·i and 2·i + 1 of [2·N, D]; 2 − 2 cos for unit rows."""
     gap = unit_features[0::2].double() - unit_features[1::2].double()
     return np.asarray(gap.square().sum(1).numpy())
 
 
 def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> Verification:
-    """Judge squared distances [N] of pairs of which ``same_N`` are the same.
+    """Return the accuracy for pairs with these squared distances [N], of which ``same_N`` show the same person.
 
-    Accuracy (Huang and Learned-Miller 2014, as InsightFace computes it): ten folds, in the order of the file; for each
-    the threshold that is best on the nine others, measured on itself. TAR@FAR: over all pairs, at the largest threshold
-    that accepts at most that share of the different pairs. Raises InvalidArgument for fewer pairs than folds, or only
-    one kind; NonFinite.
+    Accuracy (Huang and Learned-Miller 2014, as InsightFace computes it): ten folds, in the order of the file; each is
+    measured with the threshold that is best on the nine others. TAR@FAR: over all pairs, with the largest threshold
+    that accepts at most the share FAR of the different pairs. Raises InvalidArgument for fewer pairs than folds, or
+    pairs of only one kind; NonFinite.
     """
     require_folds(same_N, "the pairs")
     require_finite(distances_N, "distance")
@@ -105,17 +106,16 @@ def require_finite(values_N: npt.NDArray[np.float64], what: str) -> None:
     """Raise NonFinite if a pair's value is NaN or infinite."""
     if len(wrong := np.flatnonzero(~np.isfinite(values_N))):
         raise NonFinite(
-            f"the {what} of pair {int(wrong[0])} is {values_N[wrong[0]]}, as are {len(wrong)} of {len(values_N)}: "
-            "the model's features are not finite; go back to a snapshot whose features are"
+            f"the {what} of pair {int(wrong[0])} is {values_N[wrong[0]]}; {len(wrong)} of {len(values_N)} are not "
+            "finite, because the model's features are not: go back to a snapshot whose features are"
         )
 
 
 def true_accept_rates(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> dict[float, float]:
-    """Return the share of the same pairs below the largest threshold of each false accept rate, by that rate.
+    """Return, by false accept rate, the share of the same pairs below the largest threshold that keeps the rate.
 
-    The threshold is a distance that occurs: nothing is interpolated between two, and at most that share of the
-    different pairs is accepted, equal distances included. A rate below one in the number of different pairs is left
-    out.
+    The threshold is the distance of a different pair, without interpolation; at most that share of the different pairs
+    lies below it. Rates below 1 / (number of different pairs) are left out.
     """
     different = np.sort(distances_N[~same_N])
     rates = {}

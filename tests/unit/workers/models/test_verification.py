@@ -170,7 +170,7 @@ def test_features_that_are_not_finite_are_no_measure() -> None:
     same = np.arange(20) % 2 == 0
     distances = np.where(same, 0.5, 1.5)
     distances[3] = np.nan
-    with pytest.raises(NonFinite, match="distance of pair 3 is nan, as are 1 of 20"):
+    with pytest.raises(NonFinite, match="distance of pair 3 is nan; 1 of 20 are not finite"):
         verify(distances, same)
 
 
