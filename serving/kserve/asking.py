@@ -1,4 +1,4 @@
-"""Meaning of inference requests, over gRPC and HTTP alike: versions, operations, outputs, the model index."""
+"""Interpretation of inference requests, the same over gRPC and HTTP: versions, operations, outputs, model index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXTENSIONS = ("model_repository", "binary_tensor_data")
 
 
 def version_of(text: str) -> int | None:
-    """Return the version that a request names; None: none. Raises InvalidArgument."""
+    """Return the version that a request names, None if it names none. Raises InvalidArgument."""
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
@@ -24,12 +24,12 @@ def version_of(text: str) -> int | None:
 
 
 def operation_of(lease: Lease, name: object) -> Operation:
-    """Return the operation that a request names; None: the model's first. Raises NotServed."""
+    """Return the operation called ``name``; None: the model's first one. Raises NotServed."""
     return lease.operation(next(iter(lease.servable.operations)) if name is None else str(name))
 
 
 def wanted_of(answered: Arrays, names: Sequence[str]) -> Arrays:
-    """Return the named tensors; without names: all. Raises InvalidArgument for an unknown name."""
+    """Return the tensors called ``names``, or all if that is empty. Raises InvalidArgument for an unknown name."""
     for name in names:
         if name not in answered:
             raise InvalidArgument(f"output {quoted(name)} is none of this operation's: {', '.join(answered)}")

@@ -1,4 +1,4 @@
-"""Conversion between inference protocol messages and arrays, parameters and outputs."""
+"""Conversion of the inference protocol's messages to arrays and parameters, and of outputs to messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTENTS = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
-"""Field of InferTensorContents by datatype. FP16 has none."""
+"""Field of InferTensorContents for each datatype; FP16 has none."""
 Metadata = pb.ModelMetadataResponse.TensorMetadata
 
 
@@ -40,7 +40,7 @@ def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
     for name, value in request.parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
-            raise InvalidArgument(f"parameter {name!r} has no value that is known here; give a bool, number or text")
+            raise InvalidArgument(f"parameter {name!r} has no value of a known type; give a bool, number or string")
         found[name] = getattr(value, choice)
     return found
 
@@ -63,7 +63,7 @@ def inputs_of(request: pb.ModelInferRequest, most_items: int) -> dict[str, Array
                 raise InvalidArgument(f"input {name!r} has contents beside raw_input_contents; give it once")
             arrays[name] = from_raw(name, raw[at], dtype, shape)
         elif (field := CONTENTS.get(tensor.datatype)) is None:
-            raise InvalidArgument(f"input {name!r} is {tensor.datatype}, which goes as raw_input_contents alone")
+            raise InvalidArgument(f"input {name!r} is {tensor.datatype}, which must be sent as raw_input_contents")
         else:
             arrays[name] = array_of(name, getattr(tensor.contents, field), dtype, shape)
     if not arrays:
@@ -89,7 +89,7 @@ def response_of(
 
 
 def metadata_of(name: str, versions: Sequence[int], kind: str, operation: Operation) -> pb.ModelMetadataResponse:
-    """Return inputs and outputs of a model, of the operation that requests without a name use."""
+    """Return a model's metadata, with inputs and outputs of ``operation``, which requests use by default."""
     inputs, outputs = (
         [Metadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in map(tensor_metadata, specs)]
         for specs in (operation.inputs, operation.outputs)

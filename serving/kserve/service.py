@@ -32,9 +32,9 @@ Index = pb.RepositoryIndexResponse.ModelIndex
 M = TypeVar("M", bound=Message)
 _PROBES = ("ServerLive", "ServerReady")
 _READERS = 16
-"""Requests that are read at once; at most half of them wait for a large picture."""
+"""Number of requests that are read at a time; at most half of them wait for a large picture."""
 _ROOM_BYTES = 64 << 10
-"""Bytes of a message beside its content."""
+"""Bytes that a message may have beside its content."""
 
 
 class InferenceService:
@@ -47,14 +47,14 @@ class InferenceService:
         rates: ClientRates,
         client_of: Callable[[str, str], str],
     ) -> None:
-        """``most_items`` limits one request; ``client_of`` returns the client for ``rates``, by authorization and
-        address."""
+        """``most_items``: largest number of items of a request. ``client_of`` maps authorization and address to the
+        client whose rate is counted."""
         self._service, self._catalog, self._most_items = service, service.catalog, most_items
         self._rates, self._client_of = rates, client_of
         self._readers = threading.Semaphore(_READERS)
 
     def bound(self) -> ServedMethods:
-        """Return its methods by name, each with the right a token needs: to read the named model."""
+        """Return the methods by name, each with the right that a token needs: to read the named model."""
         methods: dict[str, tuple[type[Any], Callable[[Any, grpc.ServicerContext], Message], str]] = {
             "ServerLive": (pb.ServerLiveRequest, lambda *_: pb.ServerLiveResponse(live=True), ""),
             "ServerReady": (pb.ServerReadyRequest, self._server_ready, ""),
@@ -67,10 +67,10 @@ class InferenceService:
         return ServedMethods(
             SERVICE,
             {
-                name: _answering(kind, method if name in _PROBES else self._within_rate(method, name == "ModelInfer"))
+                name: _handler_of(kind, method if name in _PROBES else self._within_rate(method, name == "ModelInfer"))
                 for name, (kind, method, _) in methods.items()
             },
-            asks={name: _asking(kind, field) for name, (kind, _, field) in methods.items()},
+            asks={name: _rights_of(kind, field) for name, (kind, _, field) in methods.items()},
         )
 
     def _within_rate(
@@ -78,9 +78,9 @@ class InferenceService:
     ) -> Callable[[Any, grpc.ServicerContext], Message]:
         def counted(request: Any, context: grpc.ServicerContext) -> Message:
             began = time.perf_counter()
-            said = dict(context.invocation_metadata() or ())
+            metadata = dict(context.invocation_metadata() or ())
             address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
-            if wait := self._rates.wait(self._client_of(str(said.get(METADATA_KEY, "")), address)):
+            if wait := self._rates.wait(self._client_of(str(metadata.get(METADATA_KEY, "")), address)):
                 refused = Busy(self._rates.sentence(wait), wait)
                 if is_question:
                     code = status_of(refused).code.name
@@ -143,7 +143,7 @@ def inference_server(
     rates: ClientRates,
     client_of: Callable[[str, str], str],
 ) -> GrpcServer:
-    """Serve the protocol at ``"host:port"``, with the certificates in ``folder``; the caller sets its health.
+    """Start to serve the protocol at ``"host:port"`` with the certificates in ``folder``; the caller sets its health.
 
     ``rates`` and ``client_of`` as in :class:`InferenceService`. Raises ConfigError if the address cannot be bound.
     """
@@ -162,11 +162,11 @@ def _parsed(kind: type[M], data: bytes) -> M:
         raise ProtocolError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.full_name}: {exc}") from exc
 
 
-def _answering(kind: type[Any], method: Callable[[Any, grpc.ServicerContext], Message]) -> Any:
+def _handler_of(kind: type[Any], method: Callable[[Any, grpc.ServicerContext], Message]) -> Any:
     return lambda data, context: method(_parsed(kind, data), context).SerializeToString()
 
 
-def _asking(kind: type[Any], field: str) -> Callable[[bytes], RequiredRights]:
+def _rights_of(kind: type[Any], field: str) -> Callable[[bytes], RequiredRights]:
     return lambda data: (
         RequiredRights("read", (getattr(_parsed(kind, data), field),)) if field else RequiredRights(ANY, ())
     )

@@ -50,7 +50,7 @@ def test_a_tensor_of_every_type_comes_back_as_it_was(datatype: str, is_raw: bool
     elif datatype in CONTENTS:
         asked = request(datatype, [2, 2], **{CONTENTS[datatype]: elements_of(array)})
     else:
-        with pytest.raises(InvalidArgument, match="raw_input_contents alone"):
+        with pytest.raises(InvalidArgument, match="must be sent as raw_input_contents"):
             inputs_of(request(datatype, [2, 2]), 2)
         return
     answered = response_of(asked, 7, "echo", inputs_of(asked, 2))
