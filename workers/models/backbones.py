@@ -25,7 +25,7 @@ _SQRT_FLOOR = 1e-4
 
 
 class GradientStem(nn.Module):
-    """Edge strengths in 8 directions, in each of 8 x 8 overlapping cells. It has no trained parameters.
+    """Edge strengths in 8 directions, in each of 8 x 8 overlapping cells; without trained parameters.
 
     The classic descriptor of characters (Kimura 1987; Dalal and Triggs 2005). It smooths the image gradient, takes its
     positive part along each direction, pools it over each cell, and takes the square root. For colour images it adds
@@ -75,11 +75,11 @@ class GradientStem(nn.Module):
 
 
 class StrokeNet(nn.Module):
-    """Features = a linear projection of the gradient stem + the output of a small convolutional trunk.
+    """Sum of a linear projection of the gradient stem and the output of a small convolutional trunk.
 
-    The trunk's last layer starts at zero. So training starts from a projection solved in closed form
-    (``discriminants.py``), and the trunk learns what no projection can express. GroupNorm keeps samples independent:
-    any split of a batch over ranks gives the same features.
+    The trunk's last layer starts at zero, so training starts from a projection solved in closed form
+    (``discriminants.py``), and the trunk learns what a projection cannot express. GroupNorm keeps samples independent:
+    features are the same for any split of a batch over ranks.
     """
 
     def __init__(self, *, channels: int = 1, image_size: int = 32, dim: int = 128, width: int = 64) -> None:
@@ -146,8 +146,8 @@ BACKBONES: Mapping[str, Callable[..., nn.Module]] = {
 def build_backbone(name: str, settings: Mapping[str, Any], *, own: str | None = None) -> nn.Module:
     """Return the backbone ``name`` with its constructor's ``settings``: bitmaps [B, K, S, S] -> features [B, D].
 
-    Names are those of :data:`BACKBONES`, ``timm:NAME``, and ``package.module:function``, which is user code: it is
-    imported only if ``own``, as named by the person, is the same. Raises ConfigError.
+    Names are those of :data:`BACKBONES`, ``timm:NAME``, and ``package.module:function``. The last is user code, which
+    is imported only if the user named it, too, as ``own``. Raises ConfigError.
     """
     if name.startswith(TIMM):
         return build_timm(name.removeprefix(TIMM), **settings)

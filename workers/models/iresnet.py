@@ -1,4 +1,4 @@
-"""Residual networks of face recognition, written from the papers.
+"""Residual networks for face recognition, written from the papers.
 
 ArcFace (Deng et al., CVPR 2019, section 3.1) takes He et al.'s networks with three changes: a residual unit is
 BN-Conv-BN-PReLU-Conv-BN (Han et al., CVPR 2017), the stem is a 3 x 3 convolution of stride 1 without pooling, so that
@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 STAGES = {"iresnet18": (2, 2, 2, 2), "iresnet50": (3, 4, 14, 3), "iresnet100": (3, 13, 30, 3)}
-"""Residual units of the four stages by name; at 112 x 112 and D = 512 of 24.0, 43.6 and 65.2 million parameters."""
+"""Residual units of the four stages, by name: 24.0, 43.6 and 65.2 million parameters at 112 x 112 and D = 512."""
 MAPS = (64, 128, 256, 512)
 
 

@@ -1,7 +1,7 @@
 """Third-party backbones: networks of ``timm``, and modules of user code.
 
-A name with a colon: ``timm:vit_tiny_patch16_224``, or ``package.module:function`` of user code. The latter is imported
-only if the person names it: no model folder or snapshot makes a process run code.
+Their names have a colon: ``timm:vit_tiny_patch16_224``, or ``package.module:function`` of user code. User code is
+imported only if the user names it: no model folder or snapshot can make a process run code.
 
 Legend: B batch, K channels, S side, D width of a feature.
 """
@@ -40,7 +40,7 @@ class FromBitmaps(nn.Module):
 def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Module:
     """Return a network of ``timm`` with random weights, whose last layer gives the features. Raises ConfigError.
 
-    ``name`` may come from a model's folder: it must be one of timm's own, no place on disk or in a hub.
+    ``name`` may come from a model's folder, so it must be one of timm's own, not a path or a place in a hub.
     """
     if ":" in name or "/" in name:
         raise ConfigError(f"the backbone {TIMM}{name} is no name of a network of timm, as {TIMM}resnet18")
@@ -62,7 +62,7 @@ def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Mod
 
 
 def build_own(name: str, *, channels: int, image_size: int, dim: int) -> nn.Module:
-    """Return the result of ``package.module:function`` for (num_channels, dim, size). Raises ConfigError."""
+    """Return the module that ``package.module:function`` returns for (num_channels, dim, size). Raises ConfigError."""
     module_name, _, function_name = name.partition(":")
     try:
         build = getattr(importlib.import_module(module_name), function_name)
@@ -83,8 +83,9 @@ def build_own(name: str, *, channels: int, image_size: int, dim: int) -> nn.Modu
 
 
 def require_features(backbone: nn.Module, name: str, *, channels: int, image_size: int, dim: int) -> None:
-    """Try a backbone on two images of noise. Raises ConfigError unless the result is two finite features that can be
-    trained; the backbone and the random state are restored afterwards.
+    """Run a backbone on two images of noise; afterwards restore it and the random state.
+
+    Raises ConfigError unless the result is two finite features that can be trained.
     """
     state = {key: value.clone() for key, value in backbone.state_dict().items()}
     was_training = backbone.training

@@ -1,4 +1,4 @@
-"""``gt.load_model``: a trained model that embeds, predicts and exports, without cluster and training code.
+"""``gt.load_model``: a trained model that embeds, predicts and is exported, without cluster and training code.
 
 Legend: N images, C classes, D width of a feature, k answers.
 """
@@ -49,21 +49,21 @@ _CENTERS = "centers"
 class TrainedModel:
     """A backbone with the class centers of its head, on the CPU. :func:`load_model` makes it.
 
-    Images run through the backbone in eval(), also between two steps of a training; its mode is restored afterwards.
-    The backbone may be moved: ``model.backbone.to("cuda")``; images follow it.
+    The backbone is in eval() while it processes images; its mode is restored afterwards, so a model can also be used
+    between two training steps. To use a GPU, move the backbone, ``model.backbone.to("cuda")``: images are moved there.
     """
 
     backbone: nn.Module
     """Backbone from images [N, …] to features [N, D]."""
     centers: Tensor
-    """[C, D] float32; [C, K, D] of a head with K ``sub_centers``, of which the best one counts."""
+    """[C, D] float32; [C, K, D] of a head with K ``sub_centers``: a class's score is that of its best center."""
     biases: Tensor | None = None
     """[C] float32, of a head with ``bias=True``."""
     class_names: list[str]
     is_cosine: bool = True
     """Whether a class's score is the cosine of feature and center, as under a margin; otherwise the dot product."""
     preprocessing: Preprocessing | None = None
-    """Settings from pictures to tensors; None: the model takes tensors alone."""
+    """Settings for the conversion of pictures to tensors; None: the model takes only tensors."""
     backbone_name: str = "stroke_net"
     """Name of a worker's backbone, as in :func:`geartrain.workers.models.backbones.build_backbone`."""
     backbone_settings: dict[str, Any] = field(default_factory=dict)
@@ -118,12 +118,12 @@ class TrainedModel:
 
     @torch.no_grad()
     def best(self, features_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return scores [N, k] and classes [N, k] that fit each feature best; of equal ones the lower class."""
+        """Return scores [N, k] and numbers [N, k] of the best classes, best first; of equal ones the lower first."""
         scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
         return scores[:, :k], order[:, :k]
 
     def predict(self, images: ImageInputs, k: int = 5) -> list[list[tuple[str, float]]]:
-        """Return the ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
+        """Return (name, score) of the ``k`` best classes of each image, best first; all, if there are fewer.
 
         Holds a matrix [256, C] of scores. Raises as :meth:`embed`.
         """
@@ -136,13 +136,13 @@ class TrainedModel:
         return answers
 
     def to_faiss(self) -> Any:
-        """Return the class centers as an exact faiss index: an IndexFlatIP within an IndexIDMap, whose ids are classes.
+        """Return the class centers as an exact faiss index, an IndexFlatIP in an IndexIDMap; ids are class numbers.
 
             index = model.to_faiss()
             scores, classes = index.search(functional.normalize(model.embed(images)).numpy(), 5)
 
-        Centers have unit length where scores are cosines: pass features of unit length, too. A class with several
-        centers has an entry for each. Biases are a last column: pass features with a 1 appended.
+        If scores are cosines, centers have unit length: pass features of unit length, too. A class with several centers
+        has an entry for each. Biases are added as a last column: then pass features with a 1 appended.
         Raises ConfigError without ``pip install 'geartrain[serve]'``.
         """
         try:
@@ -184,19 +184,19 @@ class TrainedModel:
         *,
         preprocessing: str | None = None,
     ) -> onnx_backbone.Parity:
-        """Write the backbone as ONNX, with centers and names beside it; return onnxruntime's difference to this
-        backbone.
+        """Write the backbone as ONNX, with centers and names; return how far onnxruntime's features are from its own.
 
         ``folder`` is replaced atomically: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
         ``centers.safetensors``, ``names.safetensors``, ``config.json`` with checksums. :func:`load_model` reads it.
         ``example`` is a batch of 2 or more images; a model of pictures needs none. Several inputs are a tuple or dict
-        as in :meth:`embed`, each a tensor [N, …], and keep forward's names. Of integers, such as the letters of texts,
-        sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same features, on batches of
-        several sizes, to 1e-4 of their length.
+        as in :meth:`embed`, each a tensor [N, …], named as forward's arguments. Integer inputs, such as the letters of
+        texts, may differ in other sizes than N, too. Nothing is written unless onnxruntime computes the same features,
+        on batches of several sizes, within 1e-4 of their length.
 
-        A model of tensors is served with these inputs by name. ``preprocessing`` is ``"package.module:function"`` that
-        makes them from a list of other items, such as texts: a tensor or array [N, …], a tuple, or a dict by name. The
-        service runs it if it gets the same: ``geartrain serve --preprocessing package.module:function``.
+        A service of a model of tensors takes these inputs by name. ``preprocessing`` names a function,
+        ``"package.module:function"``, from a list of other items, such as texts, to the inputs: a tensor or array
+        [N, …], a tuple, or a dict by name. The service runs it only if it is started with the same name:
+        ``geartrain serve --preprocessing package.module:function``.
 
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
         the features differ, or a model of pictures is given a preprocessing).
@@ -221,9 +221,9 @@ class TrainedModel:
             yield torch.from_numpy(np.stack([self.bitmap(item) for item in several]))
 
     def bitmap(self, picture: str | Path | Image.Image, where: str = "") -> Any:
-        """Return the backbone's input of a picture: uint8 [channels, side, side].
+        """Return a picture as the backbone's input: uint8 [channels, side, side].
 
-        Raises InvalidArgument for another file, which it names by its path, or as ``where``.
+        Raises InvalidArgument if it is no picture; the error has its path, or ``where``.
         """
         if self.preprocessing is None:
             raise InvalidArgument(f"{self!r} takes no pictures: how they become tensors was not saved with it")
@@ -250,19 +250,20 @@ def load_model(
 
     Args:
         path: The model's folder, or that of a run.
-        backbone: Of a model of :func:`geartrain.save`, a module made like the saved one: its parameters are found among
-            the saved ones by name and shape. Of a worker's model with a user-defined backbone, its name
+        backbone: For a model of :func:`geartrain.save`, a module made like the saved one: its parameters are found
+            among the saved ones by name and shape. For a worker's model with a user-defined backbone, its name
             ``"package.module:function"``: that code runs only if named here.
-        head: Of such a model with several heads, the name of one, such as ``"head"``.
-        class_names: Of such a model, names by id: of each live class, or a dict of some; the others, and None: their
-            ids.
-        preprocessing: Of such a model, how pictures become its backbone's input; None: it takes tensors alone.
+        head: For a model of :func:`geartrain.save` with several heads, the name of one, such as ``"head"``.
+        class_names: For a model of :func:`geartrain.save`, names of all classes in the order of ids, or a dict with
+            names of some by id; other classes are named by their ids.
+        preprocessing: For a model of :func:`geartrain.save`, the conversion of pictures to its backbone's input; None:
+            it takes only tensors.
 
     Raises:
         ConfigError: There is no such model.
         ModelDamaged, SnapshotDamaged: A file is missing or changed; the message names it.
         SpecMismatch: The saved model has no such backbone.
-        InvalidArgument: ``backbone`` or ``head`` is missing or superfluous.
+        InvalidArgument: An argument is missing, or not for such a model.
     """
     folder = Path(path_name("path", path, "the folder of a model")).absolute()
     if (folder / MODEL).exists():
@@ -320,9 +321,10 @@ def _of_folder(folder: Path, own: str | None) -> TrainedModel:
 
 
 def save_model(folder: Path, model: TrainedModel, centers: Path | None = None) -> None:
-    """Replace ``folder`` with this model of pictures, whose backbone :func:`load_model` makes by its name.
+    """Replace ``folder`` by this model of pictures; :func:`load_model` makes its backbone by its name.
 
-    Its centers may be on the meta device if they are in the file ``centers``, which becomes part of the folder.
+    If the file ``centers`` is given, it becomes part of the folder, and the model's own centers may be on the meta
+    device.
     """
     assert model.preprocessing is not None
     config = {
@@ -344,7 +346,7 @@ def save_model(folder: Path, model: TrainedModel, centers: Path | None = None) -
 
 
 def save_model_of_head(folder: Path, model: TrainedModel, head: ClassHead, *, is_first: bool) -> None:
-    """Replace ``folder`` with this model, its centers the rows of ``head``; ``model.centers`` are on the meta device.
+    """Replace ``folder`` by this model with the rows of ``head`` as centers; ``model.centers`` are on the meta device.
 
     Every rank calls it, the first one writes. Rows are sent and written 8 MiB at a time, so that no rank needs memory
     for all of them. Raises the errors of :func:`geartrain.bridge.head.weights.export_class_weights`.
@@ -396,7 +398,7 @@ def _of_saved(
 
 
 def _head_of(folder: Path, state: Mapping[str, Any], head: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Return name and extra state of the head."""
+    """Return the head's name and its extra state."""
     suffix = "_extra_state"
     heads = {
         key.removesuffix(suffix).removesuffix("."): value
@@ -411,7 +413,7 @@ def _head_of(folder: Path, state: Mapping[str, Any], head: str | None) -> tuple[
 
 
 def _fill(folder: Path, backbone: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the parameters of ``backbone``, which have some prefix in ``state``."""
+    """Load the parameters of ``backbone`` from ``state``, where their names have a common prefix."""
     wanted = backbone.state_dict()
     if not wanted:
         return
@@ -437,10 +439,10 @@ def _alike(saved: Any, mine: Any) -> bool:
 
 
 def _rows(folder: Path, record: ModelRecord, module: str, ids: Any) -> Tensor:
-    """Return rows [N, dim] of the head called ``module``, float32."""
+    """Return the rows [N, dim], float32, with these ``ids`` of the head called ``module``."""
     (table,) = record.modules[module]
     path = next(folder / rows.folder for rows in record.rows if module in rows.modules)
-    with local() as cluster:  # it knows initial values, and the later values of rows that no step touched
+    with local() as cluster:  # it computes initial values, and later values of rows that no step touched
         cluster.restore(path, tables=[table])
         opened = cluster.table(table)
         rows = torch.empty(len(ids), opened.spec.dim)
