@@ -49,7 +49,7 @@ class FeatureStore(Protocol):
     namespace: str
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """Return the record of each id [N], None where there is none. Ids may repeat. It counts as a use.
+        """Return the record of each id [N], None for a missing or damaged one. Ids may repeat. It counts as a use.
 
         Raises InvalidIds, StoreUnavailable.
         """
