@@ -24,7 +24,7 @@ from pyarrow import csv
 
 Ids = npt.NDArray[np.int64]
 LATEST = 50
-"""Events of a history, at most."""
+"""Largest number of events in a history."""
 EVENTS = ["user", "time", "kind", "item_category", "item_brand"]
 ADS = ["item", "item_category", "item_campaign", "item_customer", "item_brand", "price"]
 SAMPLES = ["user", "time", "item", "place", "not_clicked", "click"]
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def ad_samples(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
-    """An impression of an ad is a sample; its history is what the user looked at, put in a basket or bought before."""
+    """Yield samples: impressions of ads, with a history of categories and brands of the user's earlier events."""
     ads = _reader(folder / "ad_feature.csv", ADS).read_all().drop(["price"])
     profiles = _reader(folder / "user_profile.csv", PROFILES).read_all()
     log = _shared(folder / "behavior_log.csv", EVENTS, scratch / "log", shares)
@@ -68,8 +68,9 @@ def ad_samples(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
 
 
 def next_items(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
-    """Each event after a user's first is a sample that was clicked, beside another one that was not, drawn by how often
-    items come.
+    """Yield two samples for each event that has earlier ones of its user: the clicked item, and one that was not.
+
+    The other item is drawn in proportion to its number of events.
     """
     random = np.random.default_rng(0)
     for events in _shared(folder / "UserBehavior.csv", BEHAVIOUR, scratch / "events", shares, has_header=False):
@@ -109,7 +110,7 @@ def _reader(path: Path, names: Sequence[str], *, has_header: bool = True) -> Any
 
 
 def _shared(path: Path, names: Sequence[str], scratch: Path, shares: int, *, has_header: bool = True) -> Iterator[Any]:
-    """The rows of each share of the users."""
+    """Yield the rows of each share of the users."""
     reader = _reader(path, names, has_header=has_header)
     schema = reader.schema.append(pa.field("share", pa.int64()))
     batches = (
@@ -123,17 +124,17 @@ def _shared(path: Path, names: Sequence[str], scratch: Path, shares: int, *, has
 
 
 def _known(column: Any) -> Any:
-    """With -1, which is no id, in the place of an integer that is missing."""
+    """Return the column with -1, which is no id, for missing integers."""
     return column.fill_null(-1) if pa.types.is_integer(column.type) else column
 
 
 def _column(table: Any, name: str) -> Ids:
-    """Ids; of what is missing 0."""
+    """Return a column of ids; missing ones are 0."""
     return np.asarray(pc.fill_null(table.column(name), 0).to_numpy(), np.int64)
 
 
 def _before(users: Ids, times: Ids, of_users: Ids, of_times: Ids) -> tuple[Ids, Ids]:
-    """Of each sample where the latest strictly earlier events of its user begin and end; events are sorted."""
+    """Return where the latest events of its user before each sample begin and end; events are sorted."""
     keys = (users << 32) + times
     end = np.searchsorted(keys, (of_users << 32) + of_times, "left")
     begin = np.searchsorted(keys, of_users << 32, "left")

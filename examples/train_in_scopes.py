@@ -116,7 +116,7 @@ def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Of the command line, or of ``argv``."""
+    """Return the arguments of the command line, or those in ``argv``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scopes", choices=SCOPES, default="split", help="who holds what (default: split)")
     parser.add_argument("--steps", type=int, default=100, help="how many (default: 100)")

@@ -25,7 +25,7 @@ STEPS = 300
 
 
 def train(rank: int, ranks: int, address: str, steps: int) -> float:
-    """What one rank does; returns the AUC of clicks that nobody trained."""
+    """Train on one rank; return the AUC on clicks that were not trained on."""
     torch.manual_seed(0)  # DDP would send the first rank's parameters all the same
     with gt.connect(address) as cluster:
         fields = gt.EmbeddingGroup(

@@ -38,7 +38,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = gt.joint(torch.optim.AdamW(self.backbone.parameters()), self.head)  # the one line
+        optimizer = gt.joint(torch.optim.AdamW(self.backbone.parameters()), self.head)  # the line that adds Geartrain
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

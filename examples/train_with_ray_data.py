@@ -20,7 +20,7 @@ EPOCHS, BATCHES, SIZE = 3, 60, 512
 
 
 def train(address: str, readers: list[Any]) -> float:
-    """What each worker does, with a reader of its own; returns the AUC of clicks that nobody trained."""
+    """Train on one worker, with its own reader; return the AUC on clicks that were not trained on."""
     torch.manual_seed(0)
     gt.init_process_group("gloo")
     with gt.connect(address) as cluster:

@@ -37,12 +37,12 @@ class Classifier(nn.Module):
 
 
 def leave_head_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The Trainer's files hold tensors alone; what the head knows beside its rows is saved with them."""
+    """Leave out the head's state, since the Trainer's files hold only tensors; it is saved with the rows."""
     del state[f"{prefix}head._extra_state"]
 
 
 def keep_head(module: "Classifier", state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """What the Trainer's files lack is not missing: the head stays as it is."""
+    """Give the head's own state in place of the one that the Trainer's files lack."""
     state[f"{prefix}head._extra_state"] = module.head.get_extra_state()
 
 
@@ -100,7 +100,7 @@ def trained(folder: Path, stop_at: int, *, resume: bool = False) -> list[float]:
     with gt.local() as cluster:
         model = Classifier(cluster)
         dense = torch.optim.AdamW(model.backbone.parameters(), lr=0.01)
-        optimizer = gt.joint(dense, model.head, row_lr=0.01)  # the one line
+        optimizer = gt.joint(dense, model.head, row_lr=0.01)  # the line that adds Geartrain
         trainer = Trainer(
             model,
             TrainingArguments(

@@ -24,7 +24,7 @@ from geartrain.workers.recipes.glyphs import load_glyphs
 
 @dataclass(frozen=True)
 class HalfBatch:
-    """What a fast gear reads of a batch: the bottom halves are known by their ids alone."""
+    """Part of a batch that a fast gear reads: the top halves, and the ids of the bottom halves."""
 
     tops: Tensor
     """[B, K, S/2, S] uint8."""
@@ -68,11 +68,11 @@ class Halves:
             yield self.rows(torch.arange(start, min(start + size, len(self))))
 
     def rows(self, rows: Tensor) -> HalfBatch:
-        """The batch of images ``rows`` [B]."""
+        """Return the batch of the images ``rows`` [B]."""
         return HalfBatch(self.tops[rows], rows + self.first_id, self.labels[rows])
 
     def bottom(self, image_id: int) -> Tensor:
-        """What the slow gear sees of an image: float32 [K, S/2, S] in [0, 1]. Raises SampleNotFound."""
+        """Return an image's bottom half, for the slow gear: float32 [K, S/2, S] in [0, 1]. Raises SampleNotFound."""
         row = image_id - self.first_id
         if not 0 <= row < len(self):
             last = self.first_id + len(self)

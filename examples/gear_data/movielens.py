@@ -22,7 +22,7 @@ REQUIREMENTS = Path(__file__).with_name("movielens.txt")
 PACKAGE = "recbole"
 MEMBER = "dataset_example/ml-100k/ml-100k.inter"
 SHA256 = "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff"
-"""Of that file."""
+"""SHA-256 of the file ``MEMBER``."""
 _HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
 
 

@@ -166,7 +166,7 @@ def make_page_views(
 
 
 def appeal_of(pictures: Bitmap, weights: np.ndarray) -> np.ndarray:
-    """What pictures [I, S, S] add to a rating, float64 [I]: a weighted sum of the ink of 4 x 4 cells, standardised."""
+    """Return the part of a rating by pictures [I, S, S], float64 [I]: the standardised weighted ink of 4 x 4 cells."""
     count, size = len(pictures), pictures.shape[-1]
     if size % CELLS:
         raise InvalidArgument(f"the pictures are {size} pixels wide; their side must be a multiple of {CELLS}")
