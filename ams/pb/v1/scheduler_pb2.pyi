@@ -218,7 +218,7 @@ class HeartbeatRequest(_message.Message):
     unix_seconds: _builtins.float
     """Its clock, since 1970. 0: not said."""
     version: _builtins.str
-    """Of Geartrain. Empty: not said."""
+    """Version of Geartrain. Empty: not given."""
     wire: _builtins.str
     """As in RegisterRequest. A shard of another one is told that it is unknown, so that it registers and hears why."""
     def __init__(

@@ -154,7 +154,7 @@ class ServerMetadataResponse(_message.Message):
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
-    """Of Geartrain."""
+    """Version of Geartrain."""
     @_builtins.property
     def extensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -631,7 +631,7 @@ class ModelInferResponse(_message.Message):
     RAW_OUTPUT_CONTENTS_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     model_version: _builtins.str
-    """Of which all that is answered is."""
+    """Version that computed all outputs."""
     id: _builtins.str
     @_builtins.property
     def parameters(self) -> _containers.MessageMap[_builtins.str, Global___InferParameter]: ...
