@@ -16,12 +16,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 import geartrain as gt
-from geartrain.ams.values.errors import ConfigError, SnapshotFailed
+from geartrain.ams.values.errors import ConfigError, ShardRestarted, SnapshotFailed
+from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.bridge.dense.dense_table import attach
 from geartrain.workers.ctr import shared, trainer
-from geartrain.workers.ctr.recipe import recipe_for
+from geartrain.workers.ctr.designs import Design, SampleLayout
+from geartrain.workers.ctr.recipe import CtrRecipe, recipe_for
 from geartrain.workers.ctr.shared import SharedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job
@@ -29,7 +35,7 @@ from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.snapshots import JobSnapshots
-from geartrain.workers.job.state import JobState
+from geartrain.workers.job.state import JobState, newest_snapshot
 from tests.faults.test_elastic import launched
 from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
@@ -255,6 +261,93 @@ def test_a_run_goes_on_elsewhere_though_another_worker_pushed_while_its_snapshot
     assert run_job(ClickTrainer, first, Console(quiet=True)).step == 2
     again = replace(first, scheduler="none", resume=True, resume_steps=2)
     assert run_job(ClickTrainer, again, Console(quiet=True)).step == 4
+
+
+class Watched(ClickTrainer):
+    """A worker beside which another one trains the network before it validates or saves, and a row before it restores
+    the best step.
+    """
+
+    theirs: Tensor | None = None
+    """Weights of the other worker during a validation."""
+    at_save: Tensor
+    """Those at the last snapshot."""
+
+    def trained_elsewhere(self) -> Tensor:
+        """Train as the other worker; return its weights."""
+        assert self.cluster is not None
+        network = self.design.network()
+        name = f"{self.progress.table}/network"
+        optimizer = attach(network, self.cluster, name=name, optimizer=Adam(self.recipe.lr), reuse=True)
+        for weights in network.parameters():
+            weights.grad = torch.ones_like(weights)
+        optimizer.step()
+        return parameters_to_vector(network.parameters()).detach()
+
+    def require_left(self) -> None:
+        assert self.fields.worker_steps is not None
+        assert self.fields.worker_steps._renewal is None, "others wait for this one's steps"
+
+    def trained(self) -> None:
+        wait = self.samples.wait_alone
+
+        def checked() -> None:
+            self.require_left()
+            wait()
+
+        self.samples.wait_alone = checked  # type: ignore[method-assign]
+        super().trained()
+
+    def alone(self) -> Any:
+        type(self).at_save = self.trained_elsewhere()
+        return super().alone()
+
+    def _validate(self) -> None:
+        self.theirs = self.trained_elsewhere()
+        super()._validate()
+        self.theirs = None
+
+    def _scored(self, batches: Any) -> Any:
+        if self.theirs is not None:
+            self.require_left()
+            assert torch.equal(parameters_to_vector(self.network.parameters()), self.theirs)
+        return super()._scored(batches)
+
+    def _restore_best(self) -> int:
+        assert self.cluster is not None
+        name, ones = f"{self.progress.table}/user", np.ones((1, 4), np.float32)
+        before = self.cluster.table(name).pull([3])
+        self.cluster.table(name).push([3], ones)
+        step = super()._restore_best()
+        assert step == self.progress.step and np.array_equal(self.cluster.table(name).pull([3]), before)
+        return step
+
+
+def test_the_ends_of_a_run_have_what_others_trained_and_hold_up_none(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.BestValidation, "compare", lambda *_: True)  # the best step is the last
+    options = options_of(data, scheduler, mode="ssp:2", steps=15)  # it validates at 12 and 15
+    assert run_job(Watched, options, Console(quiet=True)).finished
+    state = JobState.read(newest_snapshot(data.parent / "run" / "snapshots"), "ctr", CtrRecipe)
+    network = Design(state.recipe, SampleLayout.from_json(state.data)).network()
+    network.load_state_dict(state.tensors["network"])
+    assert torch.equal(parameters_to_vector(network.parameters()), Watched.at_save)
+
+
+def test_a_further_stage_keeps_its_steps_when_the_scheduler_has_restored_the_job(data: Path, scheduler: str) -> None:
+    class Ending(ClickTrainer):
+        def between(self) -> None:
+            if self.progress.step == 2:
+                self.progress = replace(self.progress, stage_steps=2)  # as after looks that are not better
+            elif self.progress.step == 3 and lost:
+                raise lost.pop()
+
+    lost = [ShardRestarted("a shard was lost")]
+    options = options_of(data, scheduler, epochs=3)
+    assert run_job(Ending, options, Console(quiet=True)).step == 2
+    further = run_job(Ending, replace(options, resume=True, resume_steps=3), Console(quiet=True))
+    assert not lost and (further.finished, further.step) == (True, 5)
 
 
 def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:

@@ -53,3 +53,27 @@ def test_a_snapshot_is_due_so_long_after_the_last_one_was_begun(
     for now[0] in (159.0, 160.0):
         found.append(snapshots.is_due)
     assert found == due
+
+
+def test_a_wait_for_a_snapshot_calls_again_and_again(tmp_path: Path) -> None:
+    work: Future[Any] = Future()
+    kept: list[float | None] = []
+
+    def result(timeout_seconds: float | None = None) -> Any:
+        if not work.done():
+            assert len(kept) < 3
+            kept.append(timeout_seconds)
+            raise TimeoutError
+        return work.result()
+
+    def on_wait() -> None:
+        if len(kept) == 3:
+            work.set_result(tmp_path)
+
+    progress = JobProgress(step=5, stage_start=0, stage_steps=10, table="job")
+    state: Any = SimpleNamespace(progress=progress, values=dict, files=dict)
+    pending = SimpleNamespace(done=work.done, result=result)
+    rows: Any = SimpleNamespace(start_snapshot=lambda *_, **__: pending)
+    snapshots = JobSnapshots(rows, str(tmp_path), keep=2, say=lambda _: None, on_wait=on_wait)
+    snapshots.require(state)
+    assert kept == [1.0] * 3 and snapshots.last is not None
