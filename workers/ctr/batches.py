@@ -89,7 +89,7 @@ class ClickBatches(ABC):
         return nullcontext()
 
     def keep_lease(self) -> None:  # noqa: B027
-        """Keep this worker's place among those that train, while it waits for something else."""
+        """Keep this worker's share of the samples while it waits for something else."""
 
     @property
     def has_others(self) -> bool:

@@ -328,6 +328,7 @@ class ClickTrainer(EmbeddingTrainer):
         return True
 
     def keep_lease(self) -> None:
+        self._release_steps()
         self.samples.keep_lease()
 
     def leave(self) -> None:

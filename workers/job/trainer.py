@@ -290,7 +290,7 @@ class Trainer:
         return False
 
     def keep_lease(self) -> None:
-        """Keep this worker's place among those that train, while it waits for something else."""
+        """Keep this worker's share of the samples during another wait; let no other worker wait for its steps."""
 
     def goes_on_restored(self) -> bool:
         """Wait until the scheduler has restored the job, and be ready to :meth:`run` again; False: it does not."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.job import run_job
-from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.options import JobOptions, SnapshotSettings
 from geartrain.workers.job.snapshots import JobSnapshots
 from geartrain.workers.job.state import JobState, newest_snapshot
 from tests.faults.test_elastic import launched
@@ -272,6 +272,8 @@ class Watched(ClickTrainer):
     """Weights of the other worker during a validation."""
     at_save: Tensor
     """Those at the last snapshot."""
+    waits: ClassVar[list[int]] = []
+    """Steps at which it waited for a snapshot."""
 
     def trained_elsewhere(self) -> Tensor:
         """Train as the other worker; return its weights."""
@@ -302,6 +304,17 @@ class Watched(ClickTrainer):
         type(self).at_save = self.trained_elsewhere()
         return super().alone()
 
+    def start_snapshot(self, *where: Any, **state: Any) -> Any:
+        pending, is_late = super().start_snapshot(*where, **state), [True]
+        done = pending.done
+        pending.done = lambda: not (is_late and is_late.pop()) and done()  # type: ignore[method-assign]
+        return pending
+
+    def keep_lease(self) -> None:
+        super().keep_lease()
+        self.waits.append(self.progress.step)
+        self.require_left()
+
     def _validate(self) -> None:
         self.theirs = self.trained_elsewhere()
         super()._validate()
@@ -327,8 +340,9 @@ def test_the_ends_of_a_run_have_what_others_trained_and_hold_up_none(
     data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer.BestValidation, "compare", lambda *_: True)  # the best step is the last
-    options = options_of(data, scheduler, mode="ssp:2", steps=15)  # it validates at 12 and 15
-    assert run_job(Watched, options, Console(quiet=True)).finished
+    options = options_of(data, scheduler, mode="ssp:2", steps=15, snapshots=SnapshotSettings(steps=13))
+    assert run_job(Watched, options, Console(quiet=True)).finished  # it validates at 12 and 15
+    assert 13 in Watched.waits  # for the snapshot of 12
     state = JobState.read(newest_snapshot(data.parent / "run" / "snapshots"), "ctr", CtrRecipe)
     network = Design(state.recipe, SampleLayout.from_json(state.data)).network()
     network.load_state_dict(state.tensors["network"])
