@@ -78,9 +78,10 @@ def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) 
         if has_moved:
             raise moved_rows(table.spec.name)
         return
-    digests, ids = identity.get("row_digests"), np.array(identity["ids"], np.int64)
+    digests = identity.get("row_digests")
     if not digests:
         raise other_rows(table.spec.name)
+    ids = np.array(identity["ids"], np.int64)
     changed = [found != known for found, known in zip(row_digests(_pulled(table, ids)), digests, strict=True)]
     if any(changed) and not _have_gone(table, ids, np.array(changed)):
         raise other_rows(table.spec.name)
