@@ -39,7 +39,7 @@ def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_wa
         signature[argument] = "constexpr" if argument in constants else known.get(argument, kind)
     return Case(
         name=f"samples {name}",
-        module="samples",
+        module="sample_terms",
         kernel=kernel,
         signature=signature,
         constants=constants,
