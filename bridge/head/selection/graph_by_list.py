@@ -1,7 +1,7 @@
 """Graph of nearest classes, divided: each rank keeps the lists of the classes whose rows it has.
 
 Each rank builds, updates and saves its own lists: 4·C·k / R + 8·C / R bytes. Steps select by another division of the
-graph (``own_neighbours.py``). Every rank makes the same calls in the same order.
+graph (``graph_by_neighbour.py``). Every rank makes the same calls in the same order.
 
 Legend: C classes, k neighbours of a class, R ranks.
 """

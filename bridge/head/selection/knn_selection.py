@@ -60,9 +60,9 @@ class KNNSoftmax(Selection):
     cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks
     each of R ranks has 2·C²·D / R operations (``rank_ring.py``), and keeps the lists of its own classes, (4·C·k + 8·C)
     / R bytes of its host; where its rows are it keeps those neighbours of all lists that are its own classes, 6·C·k / R
-    + 8·C bytes, selects by them, and sends 8·k bytes of counts a step (``own_neighbours.py``). A step costs O(active).
-    With ``"background"`` rows move while they are read: unless all fit in memory, the graph is of a mixture of their
-    versions.
+    + 8·C bytes, selects by them, and sends 8·k bytes of counts a step (``graph_by_neighbour.py``). A step costs
+    O(active). With ``"background"`` rows move while they are read: unless all fit in memory, the graph is of a mixture
+    of their versions.
 
     """
 
@@ -202,7 +202,7 @@ class KNNSelection(Selection):
         """Return the active classes for the labels [B] (of all ranks), all in numbers of the live classes. Except
         with "auto" it builds a missing graph; with ranks, which would have to build together, it raises InvalidArgument
         instead. If the graph is divided among ranks it is collective, and returns ids of the rank's own classes
-        (``own_neighbours.py``)."""
+        (``graph_by_neighbour.py``)."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
