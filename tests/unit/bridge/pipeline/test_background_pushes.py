@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -16,6 +15,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.bridge.pipeline import background_pushes, prefetch
 from geartrain.bridge.pipeline.background_pushes import BackgroundPushes
+from tests.support.frames import frames
 
 STEPS = 6
 
@@ -49,7 +49,7 @@ class Gate:
         def work() -> None:
             main = threading.main_thread().ident
             assert main is not None
-            while not is_in(sys._current_frames()[main], code):
+            while not is_in(frames()[main], code):
                 threading.Event().wait(0.001)
             self.open()
 

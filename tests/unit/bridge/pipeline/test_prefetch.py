@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.pipeline.stages import Pipeline, Stage, StageTime, _taken
+from tests.support.frames import frames
 
 DIM, ROWS, BATCH, STEPS = 4, 60, 16, 12
 Batch = dict[str, Any]
@@ -335,7 +335,7 @@ def test_ctrl_c_while_the_loop_waits_for_a_batch(cluster: Cluster) -> None:
     def interrupts() -> None:
         main = threading.main_thread().ident
         assert main is not None
-        while sys._current_frames()[main].f_code is not _taken.__code__:
+        while frames()[main].f_code is not _taken.__code__:
             threading.Event().wait(0.001)
         os.kill(os.getpid(), signal.SIGINT)
         go_on.set()
