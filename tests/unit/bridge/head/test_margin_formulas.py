@@ -240,7 +240,7 @@ def test_a_threshold_and_a_margin_to_filter_are_needed() -> None:
         with pytest.raises(InvalidArgument, match=r"above is .*a cosine, in \[−1, 1\]"):
             gt.FilteredMargin(gt.ArcFace(), above=above)
     for wrong in (None, gt.ArcFace, 0.4):
-        with pytest.raises(InvalidArgument, match=r"margin is .*ArcFace\(\) or another margin"):
+        with pytest.raises(InvalidArgument, match=r"margin is .*a margin, such as ArcFace\(\)"):
             gt.FilteredMargin(wrong)  # type: ignore[arg-type]
 
 
