@@ -138,7 +138,7 @@ class TrainingRun:
                 self._state = "stopped"
                 say(self._stopped_line())
                 return JobResult(False, None, trainer.progress.step)
-            self._print_loss(exc)
+            self._print_lost_role(exc)
             if self._snapshots.last is not None:
                 self._state = "recovering"
                 raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
@@ -169,7 +169,7 @@ class TrainingRun:
                 stop.doing = "waited until the scheduler has restored the job"
                 if not self._trainer.goes_on_restored():
                     raise
-                self._print_loss(exc)
+                self._print_lost_role(exc)
                 if self._is_first:
                     self._record_stage(over=False)
         raise AssertionError("the last try has returned or raised")
@@ -197,7 +197,7 @@ class TrainingRun:
         except Stopped:
             return False, None
 
-    def _print_loss(self, exc: BaseException) -> None:
+    def _print_lost_role(self, exc: BaseException) -> None:
         what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
         self._attempt.print_line(f"Lost a part of the cluster at step {self._trainer.progress.step}: {what}")
 
