@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from tests.integration.conftest import ServedCluster
 from tests.integration.jobs.small_job import classify
 from tests.integration.jobs.test_classify_and_predict import RECIPE, assert_same_models, draw_shapes, one_thread
 from tests.support.command_line import typed
+from tests.support.refused_address import refused_address
 
 __all__ = ["one_thread"]
 STEPS = 24
@@ -132,8 +132,6 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
 ) -> None:
     train(tmp_path / "run", images)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
     tried: list[bool] = []
     whole = job.connect
 
@@ -142,7 +140,7 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
         return whole(address, config=ClientConfig(connect_timeout_seconds=0.2))
 
     monkeypatch.setattr(job, "connect", connecting)
-    with pytest.raises(errors.SchedulerUnavailable):
+    with refused_address() as nobody, pytest.raises(errors.SchedulerUnavailable):
         train(tmp_path / "run", images, scheduler=nobody, overwrite=True)
     assert len(tried) == 1
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.faults.children import Child, serve
 from tests.support.movielens_files import write_movielens
+from tests.support.refused_address import refused_address
 
 STOPPED, LOST_CLUSTER = 3, 4
 _WORKER = """
@@ -105,8 +105,7 @@ def test_a_stop_is_remembered_when_a_job_goes_back(cluster: Cluster, tmp_path: P
 
 
 def test_a_training_without_its_cluster_says_so_by_its_exit_code(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-    with worker(tmp_path / "run", write_movielens(tmp_path / "films"), nobody) as process:
+    films = write_movielens(tmp_path / "films")
+    with refused_address() as nobody, worker(tmp_path / "run", films, nobody) as process:
         said = rest_of(process)
     assert process.returncode == LOST_CLUSTER, said

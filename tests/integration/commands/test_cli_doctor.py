@@ -55,8 +55,9 @@ def findings(*arguments: str, code: int) -> dict[str, dict[str, Any]]:
 
 
 def free_address() -> str:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """An address of which no other test takes the port: the rest of the suite has those of 127.0.0.1."""
+    with closing(socket.create_server(("127.0.0.2", 0))) as free:
+        return f"127.0.0.2:{free.getsockname()[1]}"
 
 
 def test_a_machine_without_a_fault_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[kafka]'
 from mock_brokers import mock_broker  # noqa: E402
 
 from geartrain.workers.samples.kafka.topic import Topic  # noqa: E402
+from tests.support.refused_address import refused_address  # noqa: E402
 from tests.support.scrapes import scrape  # noqa: E402
 
 SCHEMA = {"id": "int64", "list": "list<int64>", "word": "string"}
@@ -182,11 +182,12 @@ def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytes
 def test_brokers_that_do_not_answer_are_named_with_their_reasons(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as unheard, caplog.at_level(logging.DEBUG, logger="geartrain"):
-        unheard.bind(("127.0.0.1", 0))  # nobody listens
-        refused = f"127.0.0.1:{unheard.getsockname()[1]}"
-        with pytest.raises(gt.errors.BrokerUnavailable) as raised:
-            gt.KafkaSamples("t", f"no..host,{refused}", schema={"id": "int64"}, batch_size=5, timeout_seconds=1)
+    with (
+        refused_address() as refused,
+        caplog.at_level(logging.DEBUG, logger="geartrain"),
+        pytest.raises(gt.errors.BrokerUnavailable) as raised,
+    ):
+        gt.KafkaSamples("t", f"no..host,{refused}", schema={"id": "int64"}, batch_size=5, timeout_seconds=1)
     text = str(raised.value)
     assert f"(no..host,{refused}; port 9092 was taken for no..host, as none was given) answered for 1 s" in text
     assert re.search(rf"{refused}: Connect to \S+ failed: Connection refused[.;]", text)

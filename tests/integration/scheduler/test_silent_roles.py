@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from geartrain.ams.values.errors import SchedulerUnavailable, ShardUnavailable, 
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
+from tests.support.refused_address import refused_address
 from tests.support.role_process import RoleProcess
 
 IDS = np.arange(500)
@@ -172,14 +172,13 @@ def test_a_stopped_scheduler_is_named_and_not_taken_for_one_that_is_not_there(ro
 
 
 def test_a_port_that_refuses_is_not_tried_for_long() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    began = time.monotonic()
-    with pytest.raises(SchedulerUnavailable, match=r"connection refused .for [2-5]\.\d s.*geartrain up"):
-        connect(address)
-    assert time.monotonic() - began < 8
-    with pytest.raises(SchedulerUnavailable, match=r"connection refused .for [01]\.\d s"):
-        connect(address, config=ClientConfig(refused_timeout_seconds=0.3))
+    with refused_address() as address:
+        began = time.monotonic()
+        with pytest.raises(SchedulerUnavailable, match=r"connection refused .for [2-5]\.\d s.*geartrain up"):
+            connect(address)
+        assert time.monotonic() - began < 8
+        with pytest.raises(SchedulerUnavailable, match=r"connection refused .for [01]\.\d s"):
+            connect(address, config=ClientConfig(refused_timeout_seconds=0.3))
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:

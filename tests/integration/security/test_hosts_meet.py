@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tomllib
@@ -27,6 +26,7 @@ from geartrain.ams.values.config import (
 )
 from geartrain.ams.values.errors import AccessDenied, ConfigError, SchedulerUnavailable
 from geartrain.launch.certificates import create_authority, issue
+from tests.support.refused_address import refused_address
 from tests.unit.test_imports import REPOSITORY
 
 IMPATIENT = ClientConfig(recovery_timeout_seconds=0.0)
@@ -116,10 +116,9 @@ def test_an_agent_says_what_its_endpoint_lacks(monkeypatch: pytest.MonkeyPatch) 
     make = getattr(import_module(module), function)()
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1"):
         make(RendezvousParameters("geartrain", "10.0.0.1", "job", 1, 2))
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
-    agent = make(RendezvousParameters("geartrain", address, "job", 1, 2))
-    assert agent.get_backend() == "geartrain" and agent.settings.max_nodes == 2
-    agent._shared._values._config = IMPATIENT
-    assert agent.num_nodes_waiting() == 0  # ranks train on
+    with refused_address() as address:
+        agent = make(RendezvousParameters("geartrain", address, "job", 1, 2))
+        assert agent.get_backend() == "geartrain" and agent.settings.max_nodes == 2
+        agent._shared._values._config = IMPATIENT
+        assert agent.num_nodes_waiting() == 0  # ranks train on
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
