@@ -18,6 +18,7 @@ import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.follower import TableFollower
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.values import errors
@@ -224,7 +225,10 @@ def test_a_table_that_is_there_keeps_its_settings_and_that_is_said(
     assert cluster.table("t").spec.max_bytes == 1_000_000
 
 
-def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(
+    tmp_path: Path, is_compacted: bool
+) -> None:
     with gt.local(num_shards=2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
         table.push(IDS, ONES)
@@ -235,7 +239,7 @@ def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(tm
         files = open_snapshot(tmp_path / "more").manifest.files
         assert sum(entry.num_rows for entry in files if entry.kind == ROWS) == 10
     with gt.local(num_shards=3) as cluster:
-        cluster.restore(tmp_path / "more")
+        cluster.restore(compact(tmp_path, "more") if is_compacted else tmp_path / "more")
         table = cluster.table("t")
         assert (table.spec.expiry, table.spec.max_bytes) == (gt.Unseen(steps=50, every=10), 1_000_000)
         table.push(IDS[:10], ONES[:10], step=70_020)
