@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from geartrain.ams.kernels._core import Engine
 from geartrain.ams.server.tables import ShardTable, ShardTables
-from geartrain.ams.tables.expiry import NEVER, expire_block
+from geartrain.ams.tables.expiry import NEVER, expire_block, next_scan
 from geartrain.ams.tables.row_table import TableClock
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry
@@ -94,9 +94,7 @@ class ExpirySchedule:
             under_way.position = -1
         if under_way.position < 0:
             table.expiry_pass = None
-            served.expiry_step = min(NEVER, (under_way.clock.step // expiry.every + 1) * expiry.every)
-            seconds = expiry.every_seconds
-            served.expiry_seconds = NEVER if seconds is None else min(NEVER, under_way.clock.seconds + int(seconds))
+            served.expiry_step, served.expiry_seconds = next_scan(expiry, under_way.clock)
 
     def command(self, table: ShardTable, request: Expire) -> Expired:
         """Expire a block of rows at a client's request. Raises InvalidArgument."""

@@ -247,6 +247,21 @@ def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(
         np.testing.assert_array_equal(table.pull(IDS)[:, 0], np.where(IDS < 10, -3.0, -1.0))
 
 
+@pytest.mark.parametrize("rule", [gt.Unseen(steps=50, every=10), gt.Unseen(seconds=500.0)])
+def test_a_restored_table_is_scanned_as_its_altered_rule_says(tmp_path: Path, rule: gt.Unseen) -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table(
+            "t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0), expiry=gt.Unseen(steps=50, every=100_000)
+        )
+        table.push(IDS, ONES, step=1, unix_seconds=1e9)
+        cluster.snapshot(tmp_path, "s").result()
+        cluster.alter_table("t", expiry=rule)
+        cluster.restore(tmp_path / "s", replace=True)
+        for step in range(2, 100):
+            table.push(IDS[:2_000], ONES[:2_000], step=step, unix_seconds=1e9 + 10 * step)
+        assert cluster.status().tables[0].rows == 2_000
+
+
 def test_a_follower_goes_on_across_an_alteration(tmp_path: Path) -> None:
     with gt.local(num_shards=2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
