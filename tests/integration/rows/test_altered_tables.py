@@ -262,6 +262,29 @@ def test_a_restored_table_is_scanned_as_its_altered_rule_says(tmp_path: Path, ru
         assert cluster.status().tables[0].rows == 2_000
 
 
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_rows_that_were_not_watched_count_as_seen_when_the_clock_begins_after_a_restore(
+    tmp_path: Path, name: str
+) -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
+        table.push(IDS, ONES)
+        cluster.alter_table("t", expiry=gt.Unseen(steps=50, every=10))
+        cluster.snapshot(tmp_path, "before").result()
+        table.push(IDS[:10], ONES[:10], step=100_000)  # the clock begins
+        cluster.snapshot(tmp_path, "after", parent=tmp_path / "before").result()
+    with gt.local(num_shards=3) as cluster:
+        cluster.restore(tmp_path / name)
+        table = cluster.table("t")
+        for step in range(100_000, 100_040):
+            table.push(IDS[:2_000], ONES[:2_000], step=step)
+        assert table.expire(dry_run=True).expired == 0
+        assert cluster.status().tables[0].rows == len(IDS)
+        table.push(IDS[:2_000], ONES[:2_000], step=100_060)
+        table.expire()
+        assert cluster.status().tables[0].rows == 2_000
+
+
 def test_a_follower_goes_on_across_an_alteration(tmp_path: Path) -> None:
     with gt.local(num_shards=2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
