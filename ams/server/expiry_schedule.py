@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from geartrain.ams.kernels._core import Engine
 from geartrain.ams.server.tables import ShardTable, ShardTables
-from geartrain.ams.tables.expiry import NEVER, expire_block
+from geartrain.ams.tables.expiry import NEVER, expire_block, next_scan
 from geartrain.ams.tables.row_table import TableClock
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry
@@ -48,16 +48,21 @@ class ExpirySchedule:
     def __init__(self, tables: ShardTables, engine: Engine) -> None:
         self._tables = tables
         self._engine = engine
+        self._next = 0
+        """Place in ``tables.expiring`` after that of the table with the last scanned block."""
 
     def next_deadline(self) -> float | None:
         """Return the time of the next call to :meth:`scan` on any clock: at once, or None if no scan is due."""
         return _NOW if any(_wants(table) for table in self._tables.expiring) else None
 
     def scan(self) -> None:
-        """Scan a block of rows of a table, if one is due."""
-        table = next((table for table in self._tables.expiring if _wants(table)), None)
+        """Scan a block of rows of a table, if one is due. Several take turns: a large one may always be due."""
+        expiring = self._tables.expiring
+        in_turn = expiring[self._next :] + expiring[: self._next]
+        table = next((table for table in in_turn if _wants(table)), None)
         if table is None:
             return
+        self._next = expiring.index(table) + 1
         expiry, served = table.spec.expiry, table.rows.served
         assert expiry is not None
         if table.expiry_pass is None:
@@ -89,9 +94,7 @@ class ExpirySchedule:
             under_way.position = -1
         if under_way.position < 0:
             table.expiry_pass = None
-            served.expiry_step = min(NEVER, (under_way.clock.step // expiry.every + 1) * expiry.every)
-            seconds = expiry.every_seconds
-            served.expiry_seconds = NEVER if seconds is None else min(NEVER, under_way.clock.seconds + int(seconds))
+            served.expiry_step, served.expiry_seconds = next_scan(expiry, under_way.clock)
 
     def command(self, table: ShardTable, request: Expire) -> Expired:
         """Expire a block of rows at a client's request. Raises InvalidArgument."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geartrain.ams.kernels._core import Engine
-from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest
+from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest, next_scan
 from geartrain.ams.tables.row_table import RowTable, TableClock
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch, TableExists, being_restored
 from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableState
@@ -79,6 +79,8 @@ class ShardTable:
     @expiry_state.setter
     def expiry_state(self, state: ExpiryState) -> None:
         self.expiry_doubtful, self.expiry_leap, due = state
+        if self.spec.expiry is not None:  # of another rule, which the table had then, it may be much later
+            due = TableClock(*map(min, due, next_scan(self.spec.expiry, self.rows.clock)))
         self.rows.served.expiry_step, self.rows.served.expiry_seconds = due
 
     def plan_expiry(self) -> None:
@@ -86,8 +88,8 @@ class ShardTable:
         expiry, clock, served = self.spec.expiry, self.rows.clock, self.rows.served
         self.expiry_pass, served.expiry_step, served.expiry_seconds = None, NEVER, NEVER
         if expiry is not None:
-            served.expiry_step = min(NEVER, (clock.step // expiry.every + 1) * expiry.every)
-            if expiry.every_seconds is not None:
+            served.expiry_step, seconds = next_scan(expiry, clock)
+            if seconds != NEVER:
                 served.expiry_seconds = clock.seconds + 1  # first at the first push with a time
 
     def update_engine(self) -> None:

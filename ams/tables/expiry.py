@@ -32,6 +32,12 @@ class ExpiryState(NamedTuple):
     """Clock of the next scan: one of the two numbers must be reached."""
 
 
+def next_scan(expiry: Expiry, clock: TableClock) -> TableClock:
+    """Return the clock of the scan after one at ``clock``, as :attr:`ExpiryState.due`."""
+    step, seconds = (clock.step // expiry.every + 1) * expiry.every, expiry.every_seconds
+    return TableClock(min(NEVER, step), NEVER if seconds is None else min(NEVER, clock.seconds + int(seconds)))
+
+
 def farthest(leaps: Iterable[TableClock]) -> TableClock:
     """Return the largest of each number, at least 0."""
     return TableClock(*map(max, zip(TableClock(0, 0), *leaps, strict=True)))

@@ -351,6 +351,15 @@ class RowTable:
         """Advance the clock to ``clock``, if that is later."""
         self._store.advance_clock(*clock)
 
+    @property
+    def has_undated(self) -> bool:
+        """Whether some rows are older than the table's record of pushes: they count as seen when its clock begins."""
+        return self._store.has_undated
+
+    def adopt_undated(self) -> None:
+        """Record, before :meth:`advance_clock`, that restored rows may be so."""
+        self._store.adopt_undated()
+
     def pop_clock_jump(self) -> TableClock:
         """Return the largest advance of each number of the clock by one push since the last call."""
         return TableClock(*self._store.pop_leap())

@@ -78,6 +78,8 @@ class ShardDedup(BaseModel):
     """Largest step and time of any push, by table, where there are such."""
     expiry: dict[str, ExpiryState] = {}
     """Expiry state by table, where rows expire."""
+    undated: list[str] = []
+    """Tables with rows that are older than their record of pushes (:attr:`RowTable.has_undated`)."""
 
 
 class HeldDedup:
@@ -110,6 +112,7 @@ def held_dedup(
         writes={name: table.served.all_writes for name, table in tables.items()},
         clocks={name: table.clock for name, table in tables.items() if any(table.clock)},
         expiry=dict(expiry),
+        undated=[name for name, table in tables.items() if table.has_undated],
     )
     return HeldDedup(completed_writes.streams(names), held.model_dump(mode="json", exclude={"streams"}))
 
@@ -177,6 +180,8 @@ def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str
 def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
     """Set the clocks of restored tables to the latest of their sources; to the present, if that is in the future."""
     present = int(time.time())
+    for name in {name for source in sources for name in source.get("undated", ())}.intersection(tables):
+        tables[name].adopt_undated()
     for source in sources:
         for name, clock in _CLOCKS.validate_python(source["clocks"]).items():
             if name in tables:

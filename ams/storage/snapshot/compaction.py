@@ -133,15 +133,18 @@ def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bo
 
 
 def _in_blocks(parts: Iterator[Arrays]) -> Iterator[Arrays]:
-    """Join small parts into blocks of about 8 MiB; large ones stay as they are."""
+    """Join small parts into blocks of about 8 MiB; large ones stay as they are.
+
+    Parts with other arrays stay apart: of a table that was altered, older layers have lives, or newer ones.
+    """
     held: list[Arrays] = []
     held_bytes = 0
     for part in parts:
         if not len(part["ids"]):
             continue
         size = sum(array.nbytes for array in part.values())
-        if held and held_bytes + size > BLOCK_BYTES:
-            yield {name: np.concatenate([block[name] for block in held]) for name in part}
+        if held and (held_bytes + size > BLOCK_BYTES or held[0].keys() != part.keys()):
+            yield {name: np.concatenate([block[name] for block in held]) for name in held[0]}
             held, held_bytes = [], 0
         held.append(part)
         held_bytes += size

@@ -18,6 +18,7 @@ import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.follower import TableFollower
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.values import errors
@@ -224,7 +225,10 @@ def test_a_table_that_is_there_keeps_its_settings_and_that_is_said(
     assert cluster.table("t").spec.max_bytes == 1_000_000
 
 
-def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(
+    tmp_path: Path, is_compacted: bool
+) -> None:
     with gt.local(num_shards=2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
         table.push(IDS, ONES)
@@ -235,12 +239,50 @@ def test_snapshots_that_add_to_earlier_ones_are_restored_across_an_alteration(tm
         files = open_snapshot(tmp_path / "more").manifest.files
         assert sum(entry.num_rows for entry in files if entry.kind == ROWS) == 10
     with gt.local(num_shards=3) as cluster:
-        cluster.restore(tmp_path / "more")
+        cluster.restore(compact(tmp_path, "more") if is_compacted else tmp_path / "more")
         table = cluster.table("t")
         assert (table.spec.expiry, table.spec.max_bytes) == (gt.Unseen(steps=50, every=10), 1_000_000)
         table.push(IDS[:10], ONES[:10], step=70_020)
         assert table.expire(dry_run=True).expired == 0
         np.testing.assert_array_equal(table.pull(IDS)[:, 0], np.where(IDS < 10, -3.0, -1.0))
+
+
+@pytest.mark.parametrize("rule", [gt.Unseen(steps=50, every=10), gt.Unseen(seconds=500.0)])
+def test_a_restored_table_is_scanned_as_its_altered_rule_says(tmp_path: Path, rule: gt.Unseen) -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table(
+            "t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0), expiry=gt.Unseen(steps=50, every=100_000)
+        )
+        table.push(IDS, ONES, step=1, unix_seconds=1e9)
+        cluster.snapshot(tmp_path, "s").result()
+        cluster.alter_table("t", expiry=rule)
+        cluster.restore(tmp_path / "s", replace=True)
+        for step in range(2, 100):
+            table.push(IDS[:2_000], ONES[:2_000], step=step, unix_seconds=1e9 + 10 * step)
+        assert cluster.status().tables[0].rows == 2_000
+
+
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_rows_that_were_not_watched_count_as_seen_when_the_clock_begins_after_a_restore(
+    tmp_path: Path, name: str
+) -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
+        table.push(IDS, ONES)
+        cluster.alter_table("t", expiry=gt.Unseen(steps=50, every=10))
+        cluster.snapshot(tmp_path, "before").result()
+        table.push(IDS[:10], ONES[:10], step=100_000)  # the clock begins
+        cluster.snapshot(tmp_path, "after", parent=tmp_path / "before").result()
+    with gt.local(num_shards=3) as cluster:
+        cluster.restore(tmp_path / name)
+        table = cluster.table("t")
+        for step in range(100_000, 100_040):
+            table.push(IDS[:2_000], ONES[:2_000], step=step)
+        assert table.expire(dry_run=True).expired == 0
+        assert cluster.status().tables[0].rows == len(IDS)
+        table.push(IDS[:2_000], ONES[:2_000], step=100_060)
+        table.expire()
+        assert cluster.status().tables[0].rows == 2_000
 
 
 def test_a_follower_goes_on_across_an_alteration(tmp_path: Path) -> None:

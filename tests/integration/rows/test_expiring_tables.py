@@ -271,6 +271,25 @@ def test_nobody_waits_for_more_than_a_block() -> None:
         shard.close()
 
 
+def test_a_table_that_is_always_due_keeps_no_other_from_expiring() -> None:
+    shard = Shard(0, np.arange(4096), incarnation=1)
+    try:
+        for name in ("large", "small"):
+            spec = TableSpec(name=name, dim=1, optimizer=SGD(0.1), expiry=Unseen(steps=2, every=1))
+            shard.run(CallContext(), CreateTable(spec=spec)).result()
+        with shard.engine.turn:
+            large, small = (shard._tables.find(name).rows for name in ("large", "small"))
+            for table, ids in ((large, np.arange(30_000)), (small, np.arange(10))):
+                table.push(ids, np.zeros((len(ids), 1), np.float32), batch=BatchFacts(step=0))
+            for step in range(1, 9):
+                for table in (large, small):
+                    table.push(np.array([0]), np.zeros((1, 1), np.float32), batch=BatchFacts(step=step))
+                shard._expiry.scan()
+        assert small.num_present == 1
+    finally:
+        shard.close()
+
+
 def test_a_rule_that_fails_is_given_up_and_the_shard_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with local(1) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Rule(f"{__name__}:failing", every=1))

@@ -415,6 +415,8 @@ void bind_row_store(nb::module_& m) {
       .def("pop_leap", [](RowStore& store) { return as_tuple(store.pop_leap()); })
       .def_prop_ro("max_rows", &RowStore::max_rows)
       .def_prop_ro("num_evicted", &RowStore::num_evicted)
+      .def_prop_ro("has_undated", &RowStore::has_undated)
+      .def("adopt_undated", &RowStore::adopt_undated)
       .def("step_state", &step_state)
       .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
       .def_prop_ro("num_present", &RowStore::num_present)

@@ -163,6 +163,10 @@ class RowStore {
   // Most rows under max_bytes, INT64_MAX without; and the number of evicted rows.
   int64_t max_rows() const { return max_rows_; }
   int64_t num_evicted() const;
+  // Whether some rows are older than the table's lives: theirs begin with its clock. Adopted before the clock of a
+  // restore, without effect on a table without lives.
+  bool has_undated() const { return has_undated_; }
+  void adopt_undated() { has_undated_ = lives_.has_value(); }
 
   int64_t num_present() const;
   int64_t memory_bytes() const;
@@ -269,7 +273,7 @@ class RowStore {
   std::optional<SlabArray> row_steps_;  // int64: last step where untouched rows move, else the number of updates
   std::optional<SlabArray> lives_;      // RowLife, by item
   LifeClock clock_, leap_;
-  bool has_undated_ = false;  // whether some rows are older than the table's lives: theirs begin with its clock
+  bool has_undated_ = false;
   int64_t max_rows_ = INT64_MAX, num_evicted_ = 0;
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // next position of the sweep for old rows
