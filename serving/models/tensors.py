@@ -13,7 +13,7 @@ import numpy as np
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.answers import Arrays, Question, TensorSpec, require_same_items
 from geartrain.serving.models.own_code import function_of
 from geartrain.serving.models.pictures import (
     ClassModel,
@@ -119,9 +119,7 @@ class TensorModel(ClassModel):
             if array.dtype != spec.dtype or not fits or not array.size:
                 found = f"{array.dtype} {list(array.shape)}"
                 raise InvalidArgument(f"{quoted(name)} is {found}; this model takes {self._wanted()}, none of size 0")
-        if len({len(array) for array in arrays.values()}) != 1:
-            found = ", ".join(f"{quoted(name)} {len(array)}" for name, array in arrays.items())
-            raise InvalidArgument(f"the inputs have several numbers of items: {found}; each is of the same items")
+        require_same_items(arrays)
         return arrays
 
     def _wanted(self) -> str:
