@@ -79,12 +79,13 @@ class TensorModel(ClassModel):
         assert self._make is not None
         try:
             found = self._make(items)
-        except Exception as exc:  # user code may raise anything
+            if not isinstance(found, Mapping):
+                several = found if isinstance(found, tuple) else (found,)
+                found = dict(zip((spec.name for spec in self.inputs), several, strict=False))
+            made = {name: np.asarray(array) for name, array in found.items()}
+        except (Exception, SystemExit) as exc:  # user code may raise anything
             raise InvalidArgument(f"the preprocessing refuses these items: {type(exc).__name__}: {exc}") from exc
-        if not isinstance(found, Mapping):
-            several = found if isinstance(found, tuple) else (found,)
-            found = dict(zip((spec.name for spec in self.inputs), several, strict=False))
-        arrays = self.checked({name: np.asarray(array) for name, array in found.items()})
+        arrays = self.checked(made)
         if (num_rows := len(next(iter(arrays.values())))) != len(items):
             raise InvalidArgument(f"the preprocessing made {num_rows} rows of {len(items)} items; it makes one of each")
         return arrays
