@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,15 @@ def test_the_largest_gradients_are_found_by_tensor_operations() -> None:
     indices, values, _ = compaction.start([gradient], [velocity], [residual], momentum=0.9)
     assert indices.tolist() == [6, 7]
     assert values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sqrtn"])
+def test_vectors_on_ranks_are_those_of_pulled_rows(cluster: Cluster, pooling: Any) -> None:
+    ids, offsets = torch.tensor([1, 2, 3, 4, 5, 6, 7]), torch.tensor([0, 3, 7])
+    one, other = (
+        gt.Embedding(place, "t", dim=3, pooling=pooling, rows=rows)
+        for place, rows in ((cluster, "pull"), (None, "ranks"))
+    )
+    expected, found = one(ids, offsets[:-1]), other(ids, offsets[:-1])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
