@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
 Arrays = Mapping[str, npt.NDArray[Any]]
 """Arrays by name, each [N, …] with the same N."""
 Parameters = tuple[tuple[str, Any], ...]
@@ -102,6 +105,13 @@ def require_time() -> None:
     """Raise TooSlow on a thread that answers questions; to be called before milliseconds of work."""
     if getattr(reading, "fast_only", False):
         raise TooSlow
+
+
+def require_same_items(arrays: Arrays) -> None:
+    """Raise InvalidArgument unless all arrays have the same number of items."""
+    if len({len(array) for array in arrays.values()}) > 1:
+        found = ", ".join(f"{quoted(name)} {len(array)}" for name, array in arrays.items())
+        raise InvalidArgument(f"the inputs have several numbers of items: {found}; each is of the same items")
 
 
 def concatenated(several: Sequence[Question]) -> Question:

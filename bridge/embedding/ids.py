@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from geartrain.ams.kernels.embedding import FeatureIds, PoolingName
 from geartrain.ams.values.arrays import FOLD, as_array, is_plain
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import DTYPES
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.embedding.levels import Nodes, nodes_of
 from geartrain.bridge.rows.transfers import downloaded
@@ -277,7 +278,8 @@ def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> FieldIds:
 
 def _weights(weights: Any, count: int, name: str) -> Weights:
     array = as_array(weights, InvalidArgument, f"the weights of field {name!r}")
-    if array.shape != (count,) or array.dtype.kind not in "fiu":
+    is_number = array.dtype.kind in "fiu" or array.dtype == DTYPES["bfloat16"]
+    if array.shape != (count,) or not is_number:
         raise InvalidArgument(
             f"the weights of field {name!r} are {array.dtype} {list(array.shape)}; they must be [{count}], a "
             "number for each id"

@@ -150,7 +150,7 @@ class RankFields(GroupRows):
         parts = numbers.split_with_sizes([*(len(ids.values) for ids in own), *map(len, bounds)])
         weights_N, weights = None, list[Tensor | None]([None] * len(own))
         if any(ids.weights is not None for ids in own):
-            ones = [torch.ones(len(ids.values), device=ids.values.device) for ids in own]
+            ones = [torch.ones(len(ids.values), dtype=torch.float32, device=ids.values.device) for ids in own]
             plain = [one if ids.weights is None else ids.weights for ids, one in zip(own, ones, strict=True)]
             weights_N = packed(plain, torch.float32, device).to(torch.float32)
             weights = list(weights_N.split_with_sizes([len(ids.values) for ids in own]))

@@ -88,7 +88,7 @@ def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: 
     for features in distinct_features(fields):
         own = [number for number, field in enumerate(fields) if field.features is features]
         ids = torch.cat([torch.as_tensor(given[number].values)[counted[number]] for number in own]).to(device)
-        vectors_ND = features(ids) if len(ids) else torch.zeros(0, features.dim, device=device)
+        vectors_ND = features(ids) if len(ids) else torch.zeros(0, features.dim, dtype=torch.float32, device=device)
         found.update(zip(own, vectors_ND.split([len(counted[number]) for number in own]), strict=True))
     for number, field in enumerate(fields):
         if field.padding_id is not None:
@@ -154,7 +154,7 @@ def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor) -> Tensor:
     sums_BD = vectors_ND.new_zeros(ids.num_bags, vectors_ND.shape[1]).index_add(0, bag_N, vectors_ND)
     if field.pooling == "sum":
         return sums_BD
-    weights_N = torch.ones(num_ids, device=device) if weights_N is None else weights_N
+    weights_N = torch.ones(num_ids, dtype=torch.float32, device=device) if weights_N is None else weights_N
     weights_N = weights_N if counts_N is None else torch.where(counts_N, weights_N, 0.0)
     return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights_N)[:, None]
 

@@ -138,7 +138,7 @@ class WorkerCache:
         self.name = name
         self._index = PositionLru(capacity)
         # One row more than positions: misses read it.
-        self._vectors = torch.zeros(capacity + 1, _checked_dim(dim))
+        self._vectors = torch.zeros(capacity + 1, _checked_dim(dim), dtype=torch.float32)
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)

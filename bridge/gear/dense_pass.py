@@ -68,7 +68,7 @@ class DensePass:
         ceil(K / max_batch) forward passes without a graph, and more to find samples that make a batch fail. Raises
         ModuleFailed if all samples of a batch fail, and InvalidArgument if the module does not return [B, D].
         """
-        out_KD = torch.zeros(len(ids), self.dim, device="cpu")
+        out_KD = torch.zeros(len(ids), self.dim, dtype=torch.float32, device="cpu")
         failures: dict[int, Failure] = {}
         for start in range(0, len(ids), self.max_batch):
             part = ids[start : start + self.max_batch]
@@ -101,7 +101,7 @@ class DensePass:
         halves = _by_halves(
             ids,
             lambda part: self._computed(ids[part], batch[part]),
-            lambda part, exc: (torch.zeros(len(part), self.dim, device="cpu"), _raised(part, exc)),
+            lambda part, exc: (torch.zeros(len(part), self.dim, dtype=torch.float32, device="cpu"), _raised(part, exc)),
         )
         return torch.cat([vectors for vectors, _ in halves]), halves[0][1] | halves[1][1]
 

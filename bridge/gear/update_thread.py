@@ -89,7 +89,7 @@ class UpdateThread:
             if self.error is None:
                 logger.warning("dense updates fail; retrying: %s", exc, exc_info=isinstance(exc, ModuleFailed))
             self.error = exc
-        except Exception as exc:  # a bug must not end the thread: it retries
+        except (Exception, SystemExit) as exc:  # a bug must not end the thread: it retries
             if self.error is None:
                 logger.exception("dense updates fail; retrying")
             self.error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")

@@ -464,7 +464,7 @@ class ClassHead(ModuleWithRows):
     def biases(self, ids: Tensor | None = None) -> Tensor:
         """Return biases [N] on the host, of the classes ``ids`` as in :meth:`weights`; zeros without ``bias=True``."""
         if not self.bias:
-            return torch.zeros(self.num_classes if ids is None else len(ids))
+            return torch.zeros(self.num_classes if ids is None else len(ids), dtype=torch.float32)
         return self._rows(ids)[:, self.dim].contiguous()
 
     def _rows(self, ids: Tensor | None) -> Tensor:

@@ -112,7 +112,9 @@ def _route_reference(asked: Entries, share_T: Tensor, first_F: Tensor, num_ranks
     pairs_RV = has_RV.cumsum(0, dtype=torch.int32)
     order_N = torch.argsort(rank_N, stable=True)  # the fields one after the other for each rank
     part_N = (rank_N * num_fields + field_N).clamp_(max=num_parts)[order_N]
-    weights_N = torch.ones(len(key_N), device=device) if asked.weights_N is None else asked.weights_N
+    weights_N = (
+        torch.ones(len(key_N), dtype=torch.float32, device=device) if asked.weights_N is None else asked.weights_N
+    )
     halves = [pairs_RV[at_N] - 1, weights_N.view(torch.int32)]
     sent_N = key_N if asked.ids_N is None else asked.ids_N
     words = torch.stack([sent_N, torch.stack(halves, 1).view(torch.int64).view(-1)], 1)[order_N]
@@ -163,7 +165,7 @@ def arrived(
     key_N = torch.empty(num_ids, dtype=asked.key_N.dtype, device=device)
     place_N = torch.empty(num_ids, dtype=torch.int64, device=device)
     bounds_V = torch.empty(firsts[-1] + 1, dtype=torch.int64, device=device)
-    weights_N = torch.empty(num_ids, device=device) if are_weighted else None
+    weights_N = torch.empty(num_ids, dtype=torch.float32, device=device) if are_weighted else None
     written = key_N.nbytes + place_N.nbytes + bounds_V.nbytes + (4 * num_ids if are_weighted else 0)
     launch(
         kernels.group_ids,
@@ -263,7 +265,7 @@ class RankPairs:
         """
         shapes = list(zip(self.num_vectors, self.dims, strict=True))
         if runs_kernels(flat.device):
-            found = [torch.empty(shape, device=flat.device) for shape in shapes]
+            found = [torch.empty(shape, dtype=torch.float32, device=flat.device) for shape in shapes]
             self._start("combine_pairs", found, flat, factor_V, 0)
             return found
         found = [flat.new_zeros(shape) for shape in shapes]
@@ -283,7 +285,7 @@ class RankPairs:
         """
         device, num_flags = self.pairs_RV.device, self.num_flags
         if runs_kernels(device):
-            flat = torch.empty(sum(self.sizes) + num_flags * len(self.sizes), device=device)
+            flat = torch.empty(sum(self.sizes) + num_flags * len(self.sizes), dtype=torch.float32, device=device)
             self._start("spread_pairs", in_rows(upstream), flat, factor_V, num_flags)
             return flat
         used = on_device([own is not None for own in upstream], device).to(torch.float32)

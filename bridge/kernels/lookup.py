@@ -139,7 +139,7 @@ def index_fields(
     place_N = torch.empty(len(ids_N), dtype=torch.int64, device=device)
     bounds_V = torch.empty(num_vectors + 1, dtype=torch.int64, device=device)
     has_factors = any(field.pooling != "sum" for field in fields)
-    factor_V = torch.empty(num_vectors, device=device) if has_factors else None
+    factor_V = torch.empty(num_vectors, dtype=torch.float32, device=device) if has_factors else None
     # A field without vectors has no offset that could be checked on the device against its ids: the host does.
     in_no_bag = [place for place, field in enumerate(fields) if field.num_ids > field.num_vectors == 0]
     number = (len(fields) - in_no_bag[0]) * 4 + 2 if in_no_bag else 0
@@ -267,7 +267,10 @@ def pool(
     shifted = [_shifted(table) for table in tables]
     # With several ranks there are many pieces: one buffer, not a tensor for each.
     if into is None:
-        outs = [torch.empty(item.num_vectors, kinds[item.table][1], device=device) for item in entries.pieces]
+        outs = [
+            torch.empty(item.num_vectors, kinds[item.table][1], dtype=torch.float32, device=device)
+            for item in entries.pieces
+        ]
         places = [address(out) for out in outs]
     else:
         outs, begin = [], address(into)
@@ -400,14 +403,14 @@ def row_gradients(
         if not any(piece.table == table for piece in entries.pieces):
             device = rows.rows_LD.device
             empty = torch.empty(0, dtype=torch.int64, device=device)
-            found.append((empty, torch.empty(0, dim, device=device)))
+            found.append((empty, torch.empty(0, dim, dtype=torch.float32, device=device)))
             continue
         asked = _LookupRequest(entries, table, rows.first)
         parts: list[Tensor] = []
         for number in asked.pieces:
             own = upstream[number]
             shape = (entries.pieces[number].num_vectors, dim)
-            zero = torch.zeros(shape, device=rows.rows_LD.device)
+            zero = torch.zeros(shape, dtype=torch.float32, device=rows.rows_LD.device)
             parts.append(zero if own is None else own.detach().to(torch.float32).reshape(shape) * scale)
         found.append((asked.numbers_U, asked.row_gradients(torch.cat(parts))))
     return found
@@ -576,7 +579,7 @@ class SortedGradients:
         for table in range(self.entries.num_tables + 1):
             own = list(tables.get(table, ()))
             numbers += own + [0] * (8 - len(own))
-        partial = torch.empty(blocks, tile["BLOCK_D"], device=device)
+        partial = torch.empty(blocks, tile["BLOCK_D"], dtype=torch.float32, device=device)
         common = [self._numbers, on_device(numbers, device), self.key_N, self.order_N, self.place_N]
         common += [partial if item is None else item for item in (self.weights_N, self.factor_V)]
         constants |= {
@@ -613,4 +616,4 @@ _OPEN_RUNS = frozenset(["WEIGHTED", "FACTORED", "DIM", "ALIGNED", "BLOCK_N", "BL
 
 
 def _or_ones(values: Tensor | None, count: int, entries: Entries) -> Tensor:
-    return torch.ones(count, device=entries.key_N.device) if values is None else values
+    return torch.ones(count, dtype=torch.float32, device=entries.key_N.device) if values is None else values

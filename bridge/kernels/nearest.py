@@ -67,7 +67,7 @@ class RunningNearest:
         if runs_kernels(device):
             self._hits_MW = self.best_MK.new_empty(num_rows, self._width)
             self._counts_M = torch.zeros(num_rows, dtype=torch.int32, device=device)
-            self._thresholds_M = torch.empty(num_rows, device=device)
+            self._thresholds_M = torch.empty(num_rows, dtype=torch.float32, device=device)
 
     def offer(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
         """Offer ``others_ND``, of ids ``first`` …, to the rows ``rows_MD`` from ``start`` on; to none itself.

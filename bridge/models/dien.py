@@ -45,7 +45,8 @@ class AUGRU(nn.Module):
             update, reset, new = self.states(state_BH).chunk(3, 1)
             step_BH = attention_B.unsqueeze(1) * (update_in + update).sigmoid()
             new_BH = (new_in + (reset_in + reset).sigmoid() * new).tanh()
-            state_BH = torch.lerp(state_BH, new_BH, step_BH)
+            # under autocast layers give 16 bits and the softmax 32
+            state_BH = torch.lerp(state_BH, new_BH.to(state_BH.dtype), step_BH.to(state_BH.dtype))
         return state_BH
 
 

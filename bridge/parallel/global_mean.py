@@ -51,9 +51,10 @@ def mean_over_ranks(
             f"weights is {quoted(weights)}; it must be a tensor {list(losses.shape)} as the losses, without a gradient"
         )
     link = Communicator(process_group)
-    own_sum, amount = losses.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)
+    wide = losses.float() if losses.dtype.itemsize < 4 else losses  # a sum may exceed float16 where the mean does not
+    own_sum, amount = wide.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)
     if weights is not None:
-        own_sum, amount = (losses * weights).sum(), weights.sum(dtype=torch.float64)
+        own_sum, amount = (wide * weights).sum(), weights.sum(dtype=torch.float64)
     if losses.device.type == "cpu":  # NCCL does not support it
         own_sum = own_sum.to(link.device)
     return mean_of_ranks(own_sum, amount, link).to(losses)

@@ -146,7 +146,7 @@ class DeviceLookup:
         self._sizes = [
             sum(piece.num_vectors * self._dims[piece.table] for piece in own) for own in _parts(pieces, num_fields)
         ]
-        sums = torch.empty(sum(self._sizes), device=words.device)
+        sums = torch.empty(sum(self._sizes), dtype=torch.float32, device=words.device)
         self._pooled(sums)
         return self._pairs.combine(self._link.all_to_all(sums, self._sizes, self._pairs.sizes), self._asked.factor_V)
 

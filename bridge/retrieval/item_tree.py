@@ -114,7 +114,7 @@ class ItemTree:
 
     def children(self, level: int, slots: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return slots [..., 2n] at ``level`` of the children of nodes [..., n], and whether each exists."""
-        below = np.stack([2 * slots, 2 * slots + 1], -1).reshape(*slots.shape[:-1], -1)
+        below = np.stack([2 * slots, 2 * slots + 1], -1).reshape(*slots.shape[:-1], 2 * slots.shape[-1])
         known = self._slots[level]
         is_there = known[np.minimum(np.searchsorted(known, below), len(known) - 1)] == below
         return below, is_there

@@ -73,7 +73,7 @@ class HttpQuestions:
             Route("/openapi.json", self._openapi),
             Route("/v1/models", self._models),
             Route("/v1/models/{name}", self._model),
-            Route("/v1/models/{name}/classes/{label:int}/picture", self._picture),
+            Route("/v1/models/{name}/classes/{label}/picture", self._picture),
             Route("/v1/models/{name}/rollback", self._rollback, methods=["POST"]),
             Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
             Route("/v1/models/{name}/{operation}", self._answer, methods=["GET", "POST"]),
@@ -129,7 +129,7 @@ class HttpQuestions:
 
     async def _answer(self, request: Request) -> Response:
         parameters = dict(request.query_params)
-        version = _version(parameters.pop("version")) if "version" in parameters else None
+        version = _number("version", parameters.pop("version")) if "version" in parameters else None
         catalog, model = self.service.catalog, request.path_params.get("name")
         try:
             lease = catalog.lease(model, version)
@@ -195,9 +195,10 @@ class HttpQuestions:
             return json_response({**state, "kind": kind, "facts": facts, "operations": operations})
 
     async def _picture(self, request: Request) -> Response:
-        name, label = self.service.catalog.find(request.path_params["name"]), request.path_params["label"]
+        name = self.service.catalog.find(request.path_params["name"])
         self.callers.require(request, "read", name)
-        version = _version(request.query_params["version"]) if "version" in request.query_params else None
+        label = _number("class", request.path_params["label"])
+        version = _number("version", request.query_params["version"]) if "version" in request.query_params else None
         with self.service.catalog.lease(name, version) as lease:
             draw: Callable[[int], bytes | None] = getattr(lease.servable, "picture", lambda _: None)
             found = draw(label)
@@ -347,9 +348,9 @@ def _value(text: str) -> Any:
     return value if isinstance(value, int | float | bool) else text
 
 
-def _version(text: str) -> int:
+def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise InvalidArgument(f"version is {quoted(text)}; it must be a number, as 120")
+        raise InvalidArgument(f"{name} is {quoted(text)}; it must be a number, as 120")
     return int(text)
 
 

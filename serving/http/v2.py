@@ -7,6 +7,7 @@ import base64
 import binascii
 import itertools
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -222,6 +223,8 @@ def _written(said: dict[str, Any], answered: Arrays, raw: set[str]) -> Response:
             except UnicodeDecodeError:
                 output["data"] = [base64.b64encode(one).decode() for one in elements_of(array)]
                 output["parameters"] = _BASE64
+        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+            output["data"] = [one if math.isfinite(one) else None for one in elements_of(array)]  # JSON has no NaN
         else:
             output["data"] = elements_of(array)
         outputs.append(output)

@@ -40,7 +40,7 @@ class NearestIndex:
         """Return scores [N, k], descending, and positions [N, k] of classes; of equal scores the lower position first.
 
         Returns all classes if there are fewer than k >= 1. Raises InvalidArgument (width, a feature that is not
-        finite).
+        finite, or one so large that a score is not).
         """
         k = min(k, self.num_classes)
         if features_ND.ndim != 2 or features_ND.shape[1] != self.dim:
@@ -53,6 +53,18 @@ class NearestIndex:
             bad = -1 if finite.all() else int(finite.argmin())
         if bad >= 0:
             raise InvalidArgument(f"features[{bad}] has a value that is not finite; give finite numbers")
+        scores, positions = self._found(features, k)
+        finite = np.isfinite(scores).all(axis=1)
+        if not finite.all():
+            largest = np.abs(features[finite.argmin()]).max()
+            raise InvalidArgument(
+                f"features[{finite.argmin()}] has numbers as large as {largest:g}, whose scores are beyond float32; "
+                "give smaller ones, as the network makes them"
+            )
+        return scores, positions
+
+    def _found(self, features: Floats, k: int) -> Answers:
+        """Return the answers to finite features, of unit length if scores are cosines."""
         if self._shortcut is None:
             return self._rows.search(features, k, self._threads)
         scores, positions = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)

@@ -17,7 +17,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.answers import Arrays, Question, TensorSpec, require_same_items
 from geartrain.serving.models.click_network import ClickNetwork, probabilities
 from geartrain.serving.models.request_samples import (
     SampleReader,
@@ -241,6 +241,7 @@ class RankOperation:
             mask = is_there.reshape(is_there.shape + (1,) * (array.ndim - 2))
             given[name] = np.where(mask, array, array[:, :1])  # a missing candidate's value need not be valid
         of_candidates = reader.ids_of(given, items, ndim=3)
+        require_same_items({**checked, **of_candidates})
         checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
         counts, most = np.maximum(is_there.sum(1), 1), is_there.shape[1]
         if most > MAX_CANDIDATES:

@@ -251,12 +251,11 @@ class Nearest(NamesClasses):
         given = fields_of(body, "features", "k")
         said = listed(given, "features")
         try:
-            with np.errstate(over="ignore"):
-                features = np.array(said, np.float32)
-        except (ValueError, TypeError, OverflowError) as exc:
-            raise InvalidArgument(
-                f"features are {quoted(said)}; give a list of lists of {self._model.dim} numbers"
-            ) from exc
+            features = np.array(said)
+        except ValueError:  # lists of several lengths
+            features = np.empty(0, object)
+        if features.dtype.kind not in "fiu":
+            raise InvalidArgument(f"features are {quoted(said)}; give a list of lists of {self._model.dim} numbers")
         return self._question(features, self._model.k_of(given))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:

@@ -18,6 +18,7 @@ from geartrain.ams.values.arrays import fold_ids
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import require_same_items
 from geartrain.serving.kserve.datatypes import datatype_of
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, HISTORY_OUTCOMES, crossed
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, PADDING, TEXT, FieldKind, side_by_side, width_of
@@ -147,6 +148,7 @@ class SampleReader:
             found[name] = _widened(ids if ids.ndim == ndim else ids[..., None])
             if name in self._single and (found[name].shape[-1] != 1 or int(ids.min()) < 0):
                 raise InvalidArgument(f"array {name!r} must have one id for each sample; it is {list(ids.shape)}")
+        require_same_items(found)
         return found
 
     def _ids(self, name: str, values: list[Any], who: str) -> Ids:

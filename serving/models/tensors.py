@@ -13,7 +13,7 @@ import numpy as np
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.answers import Arrays, Question, TensorSpec, require_same_items
 from geartrain.serving.models.own_code import function_of
 from geartrain.serving.models.pictures import (
     ClassModel,
@@ -79,12 +79,13 @@ class TensorModel(ClassModel):
         assert self._make is not None
         try:
             found = self._make(items)
-        except Exception as exc:  # user code may raise anything
+            if not isinstance(found, Mapping):
+                several = found if isinstance(found, tuple) else (found,)
+                found = dict(zip((spec.name for spec in self.inputs), several, strict=False))
+            made = {name: np.asarray(array) for name, array in found.items()}
+        except (Exception, SystemExit) as exc:  # user code may raise anything
             raise InvalidArgument(f"the preprocessing refuses these items: {type(exc).__name__}: {exc}") from exc
-        if not isinstance(found, Mapping):
-            several = found if isinstance(found, tuple) else (found,)
-            found = dict(zip((spec.name for spec in self.inputs), several, strict=False))
-        arrays = self.checked({name: np.asarray(array) for name, array in found.items()})
+        arrays = self.checked(made)
         if (num_rows := len(next(iter(arrays.values())))) != len(items):
             raise InvalidArgument(f"the preprocessing made {num_rows} rows of {len(items)} items; it makes one of each")
         return arrays
@@ -119,9 +120,7 @@ class TensorModel(ClassModel):
             if array.dtype != spec.dtype or not fits or not array.size:
                 found = f"{array.dtype} {list(array.shape)}"
                 raise InvalidArgument(f"{quoted(name)} is {found}; this model takes {self._wanted()}, none of size 0")
-        if len({len(array) for array in arrays.values()}) != 1:
-            found = ", ".join(f"{quoted(name)} {len(array)}" for name, array in arrays.items())
-            raise InvalidArgument(f"the inputs have several numbers of items: {found}; each is of the same items")
+        require_same_items(arrays)
         return arrays
 
     def _wanted(self) -> str:

@@ -130,7 +130,7 @@ def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int
 
     ``backbone`` runs as in :func:`imprint_rows`.
     """
-    sums = torch.zeros(num_classes, dim + 1)
+    sums = torch.zeros(num_classes, dim + 1, dtype=torch.float32)
     with in_eval_mode(backbone):
         batches = features_of(loader, backbone, dim, LiveClasses(num_classes), ignore_index)
         for features_ND, labels_N, weight_N in batches:
@@ -154,7 +154,9 @@ def features_of(
         features = run(backbone, inputs if parameter is None else moved(inputs, parameter.device))
         check_features(features, dim)
         ids = checked_labels(labels, len(features), live_classes.num_classes, ignore_index)
-        weight_N = torch.ones(len(ids)) if weight is None else checked_weight(weight, len(ids)).float()
+        weight_N = (
+            torch.ones(len(ids), dtype=torch.float32) if weight is None else checked_weight(weight, len(ids)).float()
+        )
         counts_N = torch.ones(len(ids), dtype=torch.bool) if ignore_index is None else labels.cpu() != ignore_index
         live_classes.require(ids[counts_N.numpy()], "label")
         counts_N &= weight_N > 0

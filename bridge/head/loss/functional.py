@@ -98,9 +98,13 @@ def margin_cross_entropy(
     if ignore_index is not None:
         counted_B = labels != ignore_index
         labels, counts_B = labels.where(counted_B, 0), counts_B * counted_B
+    if weight is not None and reduction == "mean":  # so that neither weights nor their sum leave the losses' range
+        one = torch.ones_like(counts_B[0])
+        counts_B = counts_B * torch.ldexp(one, -torch.frexp(counts_B.detach().amax()).exponent)
     loss_B: Tensor = _MarginCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, labels - before, margin, smoothing, total, link
     )
+    counts_B = counts_B.to(loss_B.dtype)
     loss_B = (loss_B * counts_B).masked_fill(counts_B == 0, 0.0)
     if reduction == "none":
         return loss_B
@@ -111,17 +115,16 @@ def margin_cross_entropy(
 
 
 def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
-    """Return the weight of each sample [B], in the dtype of the losses."""
-    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    """Return the weight of each sample [B] in float64; ones in float32."""
     if weight is None:
-        return torch.ones(len(logits), dtype=compute, device=logits.device)
+        return torch.ones(len(logits), device=logits.device)
     if not isinstance(weight, Tensor) or weight.device.type == "cpu":
         checked_weight(weight.detach() if isinstance(weight, Tensor) else weight, len(logits))
     if weight.shape != logits.shape[:1] or weight.device != logits.device:
         raise InvalidArgument(
             f"weight is {list(weight.shape)} on {weight.device}; it must be [{len(logits)}] on {logits.device}"
         )
-    return weight.to(compute)
+    return weight.double()
 
 
 class _MarginCrossEntropy(torch.autograd.Function):

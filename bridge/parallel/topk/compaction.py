@@ -84,7 +84,7 @@ class TensorCompaction:
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )
-        momenta, gathered = torch.zeros(2, self._grouping.buffer_numel, device=self._device)
+        momenta, gathered = torch.zeros(2, self._grouping.buffer_numel, dtype=torch.float32, device=self._device)
         momentum_views, gathered_views = self._grouping.views(momenta), self._grouping.views(gathered)
         torch._foreach_copy_(momentum_views, flat_velocities)
         torch._foreach_copy_(gathered_views, flat_residuals)

@@ -145,6 +145,16 @@ def test_network_and_rows_follow_one_loss(place: str, served: Callable[..., Any]
                 assert norm == pytest.approx(float(wanted_change.square().sum()), rel=1e-4), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_of_16_bit_losses_needs_no_sum_of_16_bits(dtype: torch.dtype) -> None:
+    losses = torch.full((20_000,), 7.0, dtype=dtype).requires_grad_()
+    for weights in (None, torch.full_like(losses, 3.0, requires_grad=False)):
+        mean = gt.mean_over_ranks(losses, weights)
+        assert mean.dtype == dtype
+        assert mean == 7.0
+        torch.testing.assert_close(torch.autograd.grad(mean, losses)[0], torch.full_like(losses, 1 / 20_000))
+
+
 def test_losses_and_weights_that_are_none_are_refused() -> None:
     losses = torch.ones(3, requires_grad=True)
     assert gt.mean_over_ranks(losses, torch.tensor([1.0, 0.0, 3.0])) == 1

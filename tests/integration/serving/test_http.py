@@ -92,6 +92,12 @@ def test_another_method_is_refused_and_a_page_of_this_host_is_not(served: Served
     assert served.ask("GET", "/v1/models").headers["Access-Control-Allow-Origin"] is None
 
 
+def test_a_class_beyond_any_is_refused(served: ServedModels) -> None:
+    for number, status in (("9" * 5000, 400), ("x", 400), ("9", 404)):
+        sentence = served.refused(status, "GET", f"/v1/models/glyphs/classes/{number}/picture")
+        assert ("it must be a number" if status == 400 else "no picture of class 9") in sentence
+
+
 def test_openapi_has_every_operation_with_its_schema_and_an_example(served: ServedModels) -> None:
     said = served.ask("GET", "/openapi.json").said
     OpenAPI.model_validate(said)

@@ -15,7 +15,7 @@ import pytest
 from geartrain.serving.http.callers import Limits
 from geartrain.serving.http.v2 import LENGTH_HEADER
 from tests.support.http_service import ServedModels, served_models
-from tests.support.toy_servables import ToyServable
+from tests.support.toy_servables import Largest, ToyServable
 
 IMAGES = [b"12345", b"\xff\xfe"]
 
@@ -76,6 +76,13 @@ def test_tensors_may_be_raw_behind_the_json(served: ServedModels) -> None:
     text = json.dumps(of_numbers(inputs=[given])).encode()
     answer = served.ask("POST", "/v2/models/toy/infer", text + raw, **{LENGTH_HEADER: str(len(text))})
     assert answer.said["outputs"][1]["data"] == [5, 4.5]
+
+
+def test_numbers_that_json_lacks_are_null(served: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = {"scores": np.array([[0.5, np.nan, -np.inf]])}
+    monkeypatch.setattr(Largest, "run", lambda *_: answered)
+    (scores,) = served.ask("POST", "/v2/models/toy/infer", of_numbers()).said["outputs"]
+    assert scores == {"name": "scores", "datatype": "FP64", "shape": [1, 3], "data": [0.5, None, None]}
 
 
 def test_what_a_server_is_and_has_is_told(served: ServedModels) -> None:

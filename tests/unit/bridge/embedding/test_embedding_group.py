@@ -339,6 +339,20 @@ def test_nested_tensors_with_holes_are_refused(cluster: Cluster) -> None:
         one(holes)
 
 
+@pytest.mark.parametrize("rows", ["pull", "ranks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_may_have_any_floating_type(cluster: Cluster, rows: str, dtype: torch.dtype) -> None:
+    place = cluster if rows == "pull" else None
+    one = gt.Embedding(place, "t", dim=3, pooling="mean", optimizer=gt.SGD(0.1), rows=rows)
+    ids, begins, given = torch.tensor([1, 2, 3]), torch.tensor([0, 2]), torch.tensor([0.5, 2.0, 1.0])
+    weights = [given.clone().to(kind).requires_grad_() for kind in (dtype, torch.float32)]
+    found, expected = (one(ids, begins, its) for its in weights)
+    torch.testing.assert_close(found, expected)
+    (found.square().sum() + expected.square().sum()).backward()
+    assert weights[0].grad is not None and weights[0].grad.dtype == dtype
+    torch.testing.assert_close(weights[0].grad.float(), weights[1].grad, rtol=0.01, atol=1e-3)
+
+
 def test_weights_of_a_vector_that_is_not_used_have_no_gradient(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2)], optimizer=gt.SGD(1.0))
     ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])

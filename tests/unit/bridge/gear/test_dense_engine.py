@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, NonFinite, StoreUnavailable
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    InternalError,
+    InvalidArgument,
+    ModuleFailed,
+    NonFinite,
+    StoreUnavailable,
+)
 from geartrain.bridge.gear.sample_source import Samples
 from tests.support import gear_fakes
 from tests.support.gear_fakes import DIM, IMAGES, assert_trained, delivery
@@ -48,10 +55,11 @@ def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Any:
 
 class Fragile(Counted):
     broken = True
+    error: BaseException = RuntimeError("device lost")
 
     def forward(self, batch: Tensor) -> Tensor:
         if self.broken:
-            raise RuntimeError("device lost")
+            raise self.error
         return super().forward(batch)
 
 
@@ -276,14 +284,24 @@ def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureF
     assert "not looked up" in caplog.text and "not kept" in caplog.text
 
 
-def test_the_thread_of_updates_outlives_what_the_module_raises() -> None:
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (RuntimeError("device lost"), ModuleFailed, "RuntimeError: device lost"),
+        (SystemExit(2), InternalError, "a dense update failed: SystemExit: 2"),
+    ],
+)
+def test_the_thread_of_updates_outlives_what_the_module_raises(
+    error: BaseException, expected: type[GeartrainError], message: str
+) -> None:
     module = Fragile()
+    module.error = error
     engine, _, _ = engine_of(module, mode="async", flush_seconds=0.04)
     engine.deliver(delivery([1]))
     while engine.update_error is None:
         threading.Event().wait(0.001)
     assert engine._updates is not None
-    with pytest.raises(ModuleFailed, match="RuntimeError: device lost"):
+    with pytest.raises(expected, match=message):
         engine._updates.wait_until_due(0)
     module.broken = False
     while engine.account().due:

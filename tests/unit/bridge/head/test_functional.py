@@ -91,6 +91,20 @@ def test_weights_ignored_and_smoothed_labels_are_those_of_torch(reduction: Any) 
         gt.margin_cross_entropy(ours, labels, weight=weight - 1)
 
 
+@pytest.mark.parametrize("size", [1e39, 3e38, 1e-46])
+def test_a_mean_is_weighted_whatever_the_size_of_the_weights(size: float) -> None:
+    cosines, labels = batch()
+    weight = torch.arange(len(labels), dtype=torch.float64).requires_grad_()
+    expected = gt.margin_cross_entropy(cosines.float(), labels, weight=weight)
+    huge = (weight.detach() * size).requires_grad_()
+    found = gt.margin_cross_entropy(cosines.float(), labels, weight=huge)
+    torch.testing.assert_close(found, expected)
+    by_huge, by_weight = torch.autograd.grad(found, huge)[0] * size, torch.autograd.grad(expected, weight)[0]
+    torch.testing.assert_close(by_huge, by_weight, rtol=1e-4, atol=1e-5)
+    ignored, labels[0] = huge.detach().index_fill(0, torch.tensor(0), 1e300), -100
+    torch.testing.assert_close(gt.margin_cross_entropy(cosines.float(), labels, weight=ignored), expected)
+
+
 def test_the_gradient_is_that_of_the_loss() -> None:
     cosines, labels = batch(1)
     assert torch.autograd.gradcheck(

@@ -96,6 +96,22 @@ def test_dien_reads_events_one_after_the_other() -> None:
     torch.testing.assert_close(model(vectors), torch.stack(expected))
 
 
+@pytest.mark.parametrize("name", ["DIN", "DIEN"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sequences_are_read_under_autocast(name: str, dtype: torch.dtype) -> None:
+    pooled, events = sample_vectors(user=3, item=DIM, shop=DIM, weight=1)
+    vectors = {key: one.float() for key, one in pooled.items()}
+    vectors |= {key: jagged([one.float() for one in parts]) for key, parts in events.items()}
+    torch.manual_seed(0)
+    model = getattr(gt.models, name)(DIMS, HISTORY, hidden=(5,)).eval()
+    with torch.autocast("cpu", dtype):
+        logits = model(vectors)
+    torch.testing.assert_close(logits, model(vectors), rtol=0.02, atol=0.02)
+    with torch.autocast("cpu", dtype):
+        model.train()(vectors, torch.tensor([1.0, 0.0, 0.0, 1.0])).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
 def test_the_auxiliary_loss_asks_each_state_for_the_event_after_it() -> None:
     _, vectors, _ = made("DIEN")
     events = sequences_of("DIEN", vectors, {"history": DIM})

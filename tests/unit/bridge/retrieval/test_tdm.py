@@ -87,6 +87,7 @@ def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(cluster
         items, logits = tdm.retrieve({"user": torch.tensor([4, 5])}, k=k, beam=beam)
         assert items.tolist() == [expected.tolist()] * 2
         assert (logits.diff(dim=1) <= 0).all()
+        assert tdm.retrieve({"user": torch.empty(0, dtype=torch.int64)}, k=k, beam=beam)[0].shape == (0, k)
     torch.testing.assert_close(tdm.scores({"user": torch.tensor([4, 5])}, expected), logits)
     with pytest.raises(gt.errors.InvalidArgument, match="beam is"):
         tdm.retrieve({"user": torch.tensor([4])}, k=2, beam=1)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import neighbours as ops
-from geartrain.ams.values.errors import InvalidRows, ModelDamaged
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ModelDamaged
 from geartrain.serving.index import exact
 from geartrain.serving.index.exact import EncodedRows
+from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index
 
 Floats = npt.NDArray[np.float32]
@@ -83,6 +84,18 @@ def test_the_answers_are_those_of_float64(
     true_scores, true_positions = expected(rows, features, k, biases)
     assert positions.tolist() == true_positions.tolist()
     assert scores.tobytes() == true_scores.tobytes()
+
+
+def test_features_whose_scores_overflow_are_refused() -> None:
+    centers = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32) * 3
+    features = np.array([[1] * 8, [3e38] * 8], np.float32)
+    index = NearestIndex(EncodedRows.of(centers), is_cosine=False, threads=1, facts={})
+    with pytest.raises(InvalidArgument, match=r"features\[1\] has numbers as large as 3e\+38"):
+        index.search(features, 3)
+    centers /= np.linalg.norm(centers, axis=1, keepdims=True)
+    index = NearestIndex(EncodedRows.of(centers), is_cosine=True, threads=1, facts={})
+    (of_ones, of_huge), _ = index.search(features, 3)
+    np.testing.assert_allclose(of_huge, of_ones, rtol=1e-6)
 
 
 def test_with_thousands_of_ties_the_lowest_positions_come_first() -> None:

@@ -211,6 +211,18 @@ def test_rows_of_fewer_candidates_rank_those_alone(wide: Path, wide_as: int) -> 
         rank.accept(both, {})
 
 
+@pytest.mark.parametrize(("operation", "name"), [("click", "item"), ("click", "history_items"), ("rank", "user")])
+def test_arrays_of_several_numbers_of_items_are_refused(wide: Path, operation: str, name: str) -> None:
+    asked = load_folder(wide / "model").operations[operation]
+    arrays = {
+        spec.name: np.full((3, 1, 1)[: len(spec.shape)], b"text" if spec.dtype == "object" else 1, spec.dtype)
+        for spec in asked.inputs
+    }
+    asked.accept(arrays, {})
+    with pytest.raises(InvalidArgument, match="the inputs have several numbers of items"):
+        asked.accept({**arrays, name: arrays[name][:1]}, {})
+
+
 def log_odds(probability: float) -> float:
     return float(np.log(probability / (1 - probability)))
 

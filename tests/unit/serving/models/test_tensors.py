@@ -122,7 +122,9 @@ def test_an_export_of_before_and_code_that_was_not_named_say_what_to_do(
     with pytest.raises(ConfigError, match=r"'own_words:tensors' cannot be imported: No module.*PYTHONPATH"):
         load_folder(tmp_path / "texts")
     (tmp_path / "own_words.py").write_text(
-        "import numpy as np\n\ndef tensors(texts):\n    if texts == ['two']:\n        texts = texts * 2\n"
+        "import numpy as np\n\ndef tensors(texts):\n    if texts == ['end']:\n        raise SystemExit(2)\n"
+        "    if texts == ['ragged']:\n        return [[1], [2, 3]]\n"
+        "    if texts == ['two']:\n        texts = texts * 2\n"
         "    return {'words': np.array([[len(text)] for text in texts]), 'weight': np.ones(len(texts), np.float32)}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -131,7 +133,12 @@ def test_an_export_of_before_and_code_that_was_not_named_say_what_to_do(
     by_grpc = classify.accept({"items": np.array([b"x", b"four"])}, {})
     np.testing.assert_array_equal(by_json.arrays["words"], [[1], [4]])
     np.testing.assert_array_equal(by_json.arrays["words"], by_grpc.arrays["words"])
-    for items, message in (([3], "the preprocessing refuses these items: TypeError"), (["two"], "made 2 rows of 1")):
+    for items, message in (
+        ([3], "the preprocessing refuses these items: TypeError"),
+        (["end"], "the preprocessing refuses these items: SystemExit: 2"),
+        (["ragged"], "the preprocessing refuses these items: ValueError"),
+        (["two"], "made 2 rows of 1"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             classify.read({"items": items})
     with pytest.raises(InvalidArgument, match=r"it is package\.module:function"):
