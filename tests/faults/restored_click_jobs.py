@@ -131,6 +131,13 @@ class CountedTrainer(ClickTrainer):
         super().trained()
         self._halt("snapshot")
 
+    def start_snapshot(self, *place: Any, **more: Any) -> Any:
+        if self.samples.has_ended():
+            self._halt("last freeze")
+        elif self._done:
+            self._halt("freeze")
+        return super().start_snapshot(*place, **more)
+
     def goes_on_restored(self) -> bool:
         self.pipe.send("lost")
         return super().goes_on_restored()

@@ -89,3 +89,19 @@ def test_a_run_that_is_stopped_while_others_train_goes_on_with_each_batch_once(
             job.start_cluster(tmp_path / "new state")
         job.first = job.started(continues=True)
         job.outcome()
+
+
+def test_a_worker_paused_before_its_snapshot_while_the_job_goes_back_saves_no_mixture(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = ClickJob(tmp_path, stack, mode="async", count=3000, halts_at="freeze")
+        joined = job.started(joins=True, pauses_at=40)
+        job.await_word(job.first, "freeze")
+        job.await_batch(joined, 40)  # the first worker's lease has ended, and the job gone back
+        job.first.pipe.send("go on")
+        assert isinstance(job.first.receive(), int)  # it trains again
+        for worker in (job.first, joined):
+            worker.end()
+        job.end_cluster()
+        job.start_cluster(tmp_path / "new state")
+        job.first = job.started(continues=True)
+        job.outcome()

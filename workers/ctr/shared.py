@@ -20,7 +20,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
 from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import Busy, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.errors import Busy, SchedulerUnavailable, SnapshotFailed, StaleClient
 from geartrain.ams.values.scheduler_messages import RestoreOrder
 from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
@@ -63,6 +63,8 @@ class SharedBatches(ClickBatches):
         self._make_reader, self._num_streams, self._restore = reader, num_streams, restore
         self._is_restored, self._cluster, self._job = restore is not None, cluster, job
         self._next: SampleBatch | None = None
+        self._cursors: Mapping[int, tuple[int, int]] = {}
+        """Cursors that :meth:`where` returned last."""
         self._open()
 
     def _open(self) -> None:
@@ -111,7 +113,8 @@ class SharedBatches(ClickBatches):
 
     def where(self) -> Mapping[int, tuple[int, int]]:
         """Return the cursors behind all samples that the job's workers have committed."""
-        return self._leased.cursors()
+        self._cursors = self._leased.cursors()
+        return self._cursors
 
     def kept(self, batches: Iterable[ClickBatch]) -> Iterator[ClickBatch]:
         """Pass ``batches`` on, and keep the lease meanwhile."""
@@ -122,6 +125,11 @@ class SharedBatches(ClickBatches):
     def alone(self) -> AbstractContextManager[None]:
         """Pause the other workers, by an RPC to the scheduler."""
         return self._leased.alone()
+
+    def require_alone(self) -> None:
+        self._leased.require_alone()
+        if self.has_ended() and (self._are_read() or self._leased.cursors() != self._cursors):
+            raise SnapshotFailed(f"another worker has trained on samples of job {self._job!r} meanwhile; take it again")
 
     def keep_lease(self) -> None:
         self._leased.keep()

@@ -19,6 +19,7 @@ from geartrain.ams.values.errors import (
     Fenced,
     InvalidArgument,
     SchedulerUnavailable,
+    SnapshotFailed,
     StaleClient,
     TableNotFound,
     Unavailable,
@@ -84,6 +85,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._told_at = 0.0
         """Time at which a wait for commits was last logged."""
         self._is_closed = self._is_interrupted = False
+        self._is_alone = False
+        """Whether :meth:`alone` has paused the other workers."""
         self.has_others = False
         """Whether the last :meth:`alone` found other workers that read."""
         register_source(self)
@@ -280,13 +283,26 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self.has_others |= not (is_asked or renewal.is_alone)
                 is_asked = True
                 if renewal.is_alone:
+                    self._is_alone = True
                     break
                 self._lock.wait(_HELD_SECONDS)
         try:
             yield
         finally:
             with self._lock:
+                self._is_alone = False
                 self._renew(NOTHING)
+
+    def require_alone(self) -> None:
+        """Raise SnapshotFailed if others may have read since the block of :meth:`alone` began: to be called once the
+        shards have frozen, as ``when_frozen`` of the snapshot. One RPC.
+        """
+        with self._lock:
+            if self._is_alone and ((renewal := self._renew(NOTHING, hold=True)) is None or not renewal.is_alone):
+                raise SnapshotFailed(
+                    f"other workers of job {self._streams.job!r} may have trained meanwhile, as this one had lost its "
+                    "lease; take it again"
+                )
 
     def restore(self, cursors: Cursors) -> None:
         """Reset the whole job to ``cursors``: every worker leases anew. One RPC."""
