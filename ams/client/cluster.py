@@ -329,6 +329,7 @@ class Cluster:
             latest=self._stream_readers,
             reopen=self.reopen,
             finish_writes=self._finish_writes,
+            check_caller=self._scheduler.check_caller,
         )
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:

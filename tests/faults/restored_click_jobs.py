@@ -256,6 +256,11 @@ class ClickJob:
         while worker.receive(_DEADLINE_SECONDS) != word:
             pass
 
+    def require_failed(self, worker: Child) -> None:
+        """Wait until a worker has ended with an error."""
+        assert worker.exit_code(_DEADLINE_SECONDS) == 1
+        self._workers.remove(worker)
+
     def await_restore(self) -> None:
         """Wait until the scheduler restores the tables."""
         deadline = time.monotonic() + _DEADLINE_SECONDS

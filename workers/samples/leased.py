@@ -183,6 +183,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         or when this is closed. Only for jobs with ``restore=``; pass batches in the order of the loop.
 
         Raises InvalidArgument: the job has none. SchedulerUnavailable: it was away for as long as a lease lasts.
+        StaleClient: another process has taken this one's place.
         """
         with self._lock:
             if not self._is_restored:
@@ -193,16 +194,21 @@ class LeasedSamples(Iterator[SampleBatch]):
             if not any(handed is batch for handed in self._handed_out):
                 return False
             self._applying = batch
+        may_retry: tuple[type[Exception], ...] = _LOST
         try:
-            step()
-            self._streams.finish_writes()
+            try:
+                step()
+                self._streams.finish_writes()
+            except StaleClient:  # not of the lease: each later push would be refused, too
+                may_retry = ()
+                raise
             self.commit(batch)
             return True
         except BaseException as exc:
             with self._lock:
                 self._owes_loss = True
                 self._lose()
-            if not isinstance(exc, _LOST):
+            if not isinstance(exc, may_retry):
                 raise
             logger.warning("job %r loses a step and will be restored: %s", self._streams.job, exc)
             return False

@@ -83,6 +83,26 @@ def test_a_step_that_fails_is_raised_and_is_in_the_rows_once_all_the_same(roles:
         assert np.all(other.pull(np.arange(COUNT)) == 1)  # is not of the job
 
 
+def test_a_superseded_worker_is_told_and_gets_no_samples_any_more(roles: Roles) -> None:
+    with gt.connect(roles.address, stream="w") as before:
+        table, order = counts(before, "t"), roles.order("t")
+        with (
+            pytest.raises(gt.errors.StaleClient),
+            roles.samples.shared(before, "job", worker="a", restore=order) as old,
+        ):
+            batch = next(old)
+            with gt.connect(roles.address, stream="w") as cluster:
+                cluster.fence("w", cluster.write_stream.incarnation, forget=False)
+                with pytest.raises(gt.errors.StaleClient, match="another process writes in its place"):
+                    old.apply(batch, lambda: count(table, batch["id"]))
+                with roles.samples.shared(cluster, "job", worker="b", epochs=1, restore=order) as batches:
+                    table = cluster.table("t")
+                    for batch in batches:
+                        batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+                assert np.all(table.pull(np.arange(COUNT)) == 1)
+            next(old)
+
+
 def test_embeddings_and_an_attached_module_go_on_when_a_shard_is_lost(roles: Roles) -> None:
     with gt.connect(roles.address) as cluster:
         fields = gt.EmbeddingGroup(cluster, "ctr", [gt.Field("id", dim=4)], optimizer=gt.SGD(0.1))
