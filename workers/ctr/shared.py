@@ -33,7 +33,7 @@ from geartrain.workers.ctr.topic import late_labels
 from geartrain.workers.data.streams import NUM_STREAMS
 from geartrain.workers.job.options import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
-from geartrain.workers.samples.leased import LeasedSamples
+from geartrain.workers.samples.leased import BusyWait, LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.reader import FileBatches, StreamBatches
 from geartrain.workers.samples.rows import SampleNumbers
@@ -244,6 +244,7 @@ class SharedTopic(SharedBatches):
 def is_kept(cluster: Cluster, job: str) -> bool:
     """Return whether the scheduler restores the job after a loss; wait while it saves or restores it."""
     worker, backoff = worker_name(job, None), Backoff(ClientConfig().recovery_timeout_seconds)
+    busy = BusyWait()
     while True:
         try:
             num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
@@ -254,7 +255,8 @@ def is_kept(cluster: Cluster, job: str) -> bool:
             with suppress(StaleClient):  # it goes back: look again
                 streams.release()
                 return bool(lease.tables)
-        except Busy:
+        except Busy as exc:
+            busy.log(exc)
             time.sleep(_POLL_SECONDS)
         except SchedulerUnavailable:
             if not backoff.pause():

@@ -41,6 +41,22 @@ _HELD_SECONDS = 0.02
 _INTERRUPT_SECONDS = 1.0
 """Interval at which a wait checks for an interrupt."""
 
+_SAID_SECONDS = 10.0
+"""Interval at which a wait for the scheduler is logged."""
+
+
+class BusyWait:
+    """A wait while the scheduler saves or restores a job, which is logged if it takes long."""
+
+    def __init__(self) -> None:
+        self._began = self._said_at = time.monotonic()
+
+    def log(self, why: Busy) -> None:
+        """Log the reason, at intervals."""
+        if (now := time.monotonic()) - self._said_at >= _SAID_SECONDS:
+            self._said_at = now
+            logger.warning("%s (waited %.0f s; the scheduler's log says what it lacks)", why, now - self._began)
+
 
 class LeasedSamples(Iterator[SampleBatch]):
     """Batches of this worker's part of a job's samples; made by ``samples.shared(cluster, ...)``.
@@ -81,6 +97,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         """Batch that is being trained on."""
         self._owes_loss = False
         """Whether a step failed in the middle, and the scheduler does not know yet."""
+        self._busy: BusyWait | None = None
+        """Present wait for a lease."""
         self._why_lost = ""
         self._told_at = 0.0
         """Time at which a wait for commits was last logged."""
@@ -345,9 +363,12 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._report_loss()
             try:
                 lease = self._repeated(self._leased)
-            except Busy:  # the job is being saved or restored
+            except Busy as exc:
+                self._busy = self._busy or BusyWait()
+                self._busy.log(exc)
                 self._lock.wait(_POLL_SECONDS)
                 return None
+            self._busy = None
             self._is_restored = bool(lease.tables)
             self._spoke, self._lease_seconds = time.monotonic(), lease.lease_seconds
             self._reader.drop(list(self._reader.positions))

@@ -13,6 +13,7 @@ import torch
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
+from geartrain.workers.samples import leased
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
@@ -178,7 +179,10 @@ def test_a_job_that_went_back_unnoticed_reads_again_what_its_rows_lack(roles: Ro
         assert np.all(table.pull(np.arange(COUNT)) == 1)
 
 
-def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp_path: Path) -> None:
+def test_snapshots_that_are_away_for_a_moment_are_not_given_up(
+    roles: Roles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leased, "_SAID_SECONDS", 0.0)
     with gt.connect(roles.address) as cluster:
         table = counts(cluster, "t")
         with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
@@ -189,6 +193,7 @@ def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp
             batch = next(batches)
             assert not batches.apply(batch, lambda: count(table, batch["id"]))
             assert batches.next_batch() is None  # it waits for them
+            assert "goes back to its newest snapshot" in caplog.text and "the scheduler's log says" in caplog.text
             (tmp_path / "away").rename(roles.root)
             for batch in batches:
                 batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
