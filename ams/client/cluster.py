@@ -329,6 +329,7 @@ class Cluster:
             latest=self._stream_readers,
             reopen=self.reopen,
             finish_writes=self._finish_writes,
+            check_caller=self._scheduler.check_caller,
         )
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:
@@ -386,6 +387,7 @@ class Cluster:
         tables: Sequence[str] | None = None,
         parent: str | Path | None = None,
         graphs: bool = True,
+        when_frozen: Callable[[], None] = lambda: None,
     ) -> PendingSnapshot:
         """Begin a snapshot of the tables' present state in the folder ``root``/``name`` (by default
         ``step-000000042``, or ``step-000000042-2`` if that exists from an earlier run).
@@ -403,6 +405,8 @@ class Cluster:
         restored from: if the parent is none of them, it writes the whole table.
         Unless ``graphs`` is false, the tables' graphs in :attr:`graph` are included, as they are when written. If a
         graph service does not answer, that is logged only: a graph can be built again.
+        ``when_frozen`` is called once every shard has frozen its state: if ``values`` are outdated by then, it raises
+        an error, and there is no snapshot.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
         if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
         StaleClient (of a named stream that was taken over).
@@ -422,6 +426,7 @@ class Cluster:
                 parent=parent,
                 caller=self._stream.caller,
                 check_caller=self._scheduler.check_caller,
+                when_frozen=when_frozen,
                 graphs=self._graphs_of_tables if graphs else None,
             )
         except GeartrainError as exc:

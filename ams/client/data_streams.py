@@ -39,7 +39,8 @@ NOTHING: Mapping[int, tuple[int, int]] = {}
 
 
 class DataStreams:
-    """Data streams of a job, leased by one worker. Thread-safe. Each call is one RPC to the scheduler.
+    """Data streams of a job, leased by one worker. Thread-safe. Each call is one RPC to the scheduler; :meth:`lease` of
+    a named stream is two.
 
     A lease lasts ``lease_seconds`` from the last call; call :meth:`commit` at least every third of that. After
     SchedulerUnavailable a call may be repeated. StaleClient means that the streams belong to this worker no more:
@@ -62,9 +63,11 @@ class DataStreams:
         latest: dict[JobWorker, DataStreams],
         reopen: Callable[[Sequence[str]], None],
         finish_writes: Callable[[], None],
+        check_caller: Callable[[], None],
     ) -> None:
         """``latest`` maps each worker name to the object of this process that leased last by it; other ones are stale.
         ``reopen`` makes this process continue with the present tables; ``finish_writes`` waits for pushes.
+        ``check_caller`` raises StaleClient if another process has taken over the stream under which this one writes.
         """
         self._scheduler = scheduler
         self._reader = JobWorker(job, worker, incarnation)
@@ -74,7 +77,7 @@ class DataStreams:
         )
         self.patience_seconds = patience_seconds if restore is not None else 0.0
         """Wait for a scheduler that does not answer, if a lease does not say another."""
-        self._reopen, self.finish_writes = reopen, finish_writes
+        self._reopen, self.finish_writes, self._check_caller = reopen, finish_writes, check_caller
         self._timeout_seconds = timeout_seconds
         self._latest = latest
         self._has_leased = False
@@ -92,10 +95,11 @@ class DataStreams:
         Read a stream from its cursor on; if its epoch is beyond the job's, wait until :meth:`commit` returns that
         epoch. If the scheduler restores the job, the restored tables are reopened here. Raises Busy while the job is
         being saved or restored: retry. ``orders_restore=False``: a job that the scheduler does not restore (any more)
-        is left so.
+        is left so. Raises StaleClient if another process has this worker's name, or that of its writes.
         """
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
+        self._check_caller()  # or each step would be refused, and have a restored job go back
         lease = self._call(self._lease if orders_restore else replace(self._lease, restore=None))
         self.lease_number = lease.lease_number
         if lease.tables:

@@ -131,6 +131,13 @@ class CountedTrainer(ClickTrainer):
         super().trained()
         self._halt("snapshot")
 
+    def start_snapshot(self, *place: Any, **more: Any) -> Any:
+        if self.samples.has_ended():
+            self._halt("last freeze")
+        elif self._done:
+            self._halt("freeze")
+        return super().start_snapshot(*place, **more)
+
     def goes_on_restored(self) -> bool:
         self.pipe.send("lost")
         return super().goes_on_restored()
@@ -248,6 +255,11 @@ class ClickJob:
         """Wait until it says so."""
         while worker.receive(_DEADLINE_SECONDS) != word:
             pass
+
+    def require_failed(self, worker: Child) -> None:
+        """Wait until a worker has ended with an error."""
+        assert worker.exit_code(_DEADLINE_SECONDS) == 1
+        self._workers.remove(worker)
 
     def await_restore(self) -> None:
         """Wait until the scheduler restores the tables."""

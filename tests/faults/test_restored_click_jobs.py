@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.workers.job.folder import read_report, read_run
-from tests.faults.restored_click_jobs import ClickJob
+from tests.faults.restored_click_jobs import ClickJob, Outcome
 
 pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 
@@ -89,3 +89,44 @@ def test_a_run_that_is_stopped_while_others_train_goes_on_with_each_batch_once(
             job.start_cluster(tmp_path / "new state")
         job.first = job.started(continues=True)
         job.outcome()
+
+
+def test_a_worker_paused_before_its_snapshot_while_the_job_goes_back_saves_no_mixture(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = ClickJob(tmp_path, stack, mode="async", count=3000, halts_at="freeze")
+        joined = job.started(joins=True, pauses_at=40)
+        job.await_word(job.first, "freeze")
+        job.await_batch(joined, 40)  # the first worker's lease has ended, and the job gone back
+        job.first.pipe.send("go on")
+        assert isinstance(job.first.receive(), int)  # it trains again
+        for worker in (job.first, joined):
+            worker.end()
+        job.end_cluster()
+        job.start_cluster(tmp_path / "new state")
+        job.first = job.started(continues=True)
+        job.outcome()
+
+
+def test_a_superseded_worker_ends_and_its_successor_trains_on(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = ClickJob(tmp_path, stack, mode="async", count=3000)
+        before = job.first
+        os.kill(before.pid, signal.SIGSTOP)
+        job.first = job.started(continues=True)
+        job.await_batch(job.first, 20)
+        os.kill(before.pid, signal.SIGCONT)
+        job.require_failed(before)
+        job.outcome()
+
+
+def test_a_superseded_worker_does_not_drop_the_tables_of_its_successor(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = ClickJob(tmp_path, stack, mode="async", count=3000, halts_at="report")
+        before = job.first
+        job.await_word(before, "report")
+        job.first = job.started(continues=True, halts_at="snapshot")
+        job.await_word(job.first, "snapshot")
+        before.pipe.send("go on")
+        job.require_failed(before)
+        job.first.pipe.send("go on")
+        assert isinstance(job.first.receive(), Outcome)  # it did not go back

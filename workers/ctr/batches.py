@@ -88,6 +88,11 @@ class ClickBatches(ABC):
         """Let no other worker of the job train meanwhile: rows, and :meth:`where`, are of one moment."""
         return nullcontext()
 
+    def require_alone(self) -> None:  # noqa: B027
+        """Raise SnapshotFailed if other workers may have trained since this one was :meth:`alone` and asked
+        :meth:`where` it is.
+        """
+
     def keep_lease(self) -> None:  # noqa: B027
         """Keep this worker's share of the samples while it waits for something else."""
 

@@ -110,7 +110,8 @@ def _attentive(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleL
 def _two_towers(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:
     item = layout.schema.item
     of_user, of_item = ({name: dim for name, dim in dims.items() if (name in item) == is_} for is_ in (False, True))
-    return DSSM(of_user, of_item, recipe.hidden, width=recipe.hidden[-1], dropout=recipe.dropout)
+    width = recipe.hidden[-1] if recipe.hidden else recipe.dim
+    return DSSM(of_user, of_item, recipe.hidden, width=width, dropout=recipe.dropout)
 
 
 def _with_images(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:

@@ -20,7 +20,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
 from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import Busy, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.errors import Busy, SchedulerUnavailable, SnapshotFailed, StaleClient
 from geartrain.ams.values.scheduler_messages import RestoreOrder
 from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
@@ -33,7 +33,7 @@ from geartrain.workers.ctr.topic import late_labels
 from geartrain.workers.data.streams import NUM_STREAMS
 from geartrain.workers.job.options import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
-from geartrain.workers.samples.leased import LeasedSamples
+from geartrain.workers.samples.leased import BusyWait, LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.reader import FileBatches, StreamBatches
 from geartrain.workers.samples.rows import SampleNumbers
@@ -63,6 +63,8 @@ class SharedBatches(ClickBatches):
         self._make_reader, self._num_streams, self._restore = reader, num_streams, restore
         self._is_restored, self._cluster, self._job = restore is not None, cluster, job
         self._next: SampleBatch | None = None
+        self._cursors: Mapping[int, tuple[int, int]] = {}
+        """Cursors that :meth:`where` returned last."""
         self._open()
 
     def _open(self) -> None:
@@ -111,7 +113,8 @@ class SharedBatches(ClickBatches):
 
     def where(self) -> Mapping[int, tuple[int, int]]:
         """Return the cursors behind all samples that the job's workers have committed."""
-        return self._leased.cursors()
+        self._cursors = self._leased.cursors()
+        return self._cursors
 
     def kept(self, batches: Iterable[ClickBatch]) -> Iterator[ClickBatch]:
         """Pass ``batches`` on, and keep the lease meanwhile."""
@@ -122,6 +125,11 @@ class SharedBatches(ClickBatches):
     def alone(self) -> AbstractContextManager[None]:
         """Pause the other workers, by an RPC to the scheduler."""
         return self._leased.alone()
+
+    def require_alone(self) -> None:
+        self._leased.require_alone()
+        if self.has_ended() and (self._are_read() or self._leased.cursors() != self._cursors):
+            raise SnapshotFailed(f"another worker has trained on samples of job {self._job!r} meanwhile; take it again")
 
     def keep_lease(self) -> None:
         self._leased.keep()
@@ -236,6 +244,7 @@ class SharedTopic(SharedBatches):
 def is_kept(cluster: Cluster, job: str) -> bool:
     """Return whether the scheduler restores the job after a loss; wait while it saves or restores it."""
     worker, backoff = worker_name(job, None), Backoff(ClientConfig().recovery_timeout_seconds)
+    busy = BusyWait()
     while True:
         try:
             num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
@@ -246,7 +255,8 @@ def is_kept(cluster: Cluster, job: str) -> bool:
             with suppress(StaleClient):  # it goes back: look again
                 streams.release()
                 return bool(lease.tables)
-        except Busy:
+        except Busy as exc:
+            busy.log(exc)
             time.sleep(_POLL_SECONDS)
         except SchedulerUnavailable:
             if not backoff.pause():

@@ -315,6 +315,10 @@ class ClickTrainer(EmbeddingTrainer):
             self._refresh_network()
             yield
 
+    def require_alone(self) -> None:
+        self.samples.require_alone()
+        self._refresh_network()  # raises TableNotFound if the scheduler has restored the tables
+
     @property
     def has_others(self) -> bool:
         return self.samples.has_others

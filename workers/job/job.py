@@ -352,7 +352,10 @@ def _run_on(
             stack.enter_context(_open_cluster(options, ranks, job, goes_on=again)) if not _on_ranks(options) else None
         )
         is_kept = cluster is not None and snapshot is not None and trainer_class.is_kept(options, cluster, job)
-        if cluster is not None and snapshot is not None and ranks.is_first and not is_kept:
+        if cluster is not None and is_kept and ranks.is_first:
+            # A paused process of this worker must not continue beside it; others go on.
+            cluster.fence(cluster.write_stream.name, cluster.write_stream.incarnation, forget=False)
+        elif cluster is not None and snapshot is not None and ranks.is_first:
             # A paused process of this job must not continue beside it.
             stop.doing = "restored its rows"
             cluster.fence(job, cluster.write_stream.incarnation)

@@ -254,6 +254,7 @@ class Trainer:
             files=state.all_files(),
             tables=self.tables(),
             graphs=False,  # a head's own graph is among the files
+            when_frozen=self.require_alone,
         )
 
     def start(self, stop: Callable[[], bool]) -> None:
@@ -283,6 +284,9 @@ class Trainer:
     def alone(self) -> AbstractContextManager[None]:
         """Let no other worker of the job train meanwhile, so that a snapshot begun here is one moment of all."""
         return nullcontext()
+
+    def require_alone(self) -> None:
+        """Raise an error if rows and state of a snapshot may differ, since others went on after :meth:`alone` began."""
 
     @property
     def has_others(self) -> bool:

@@ -19,6 +19,7 @@ from geartrain.ams.values.errors import (
     Fenced,
     InvalidArgument,
     SchedulerUnavailable,
+    SnapshotFailed,
     StaleClient,
     TableNotFound,
     Unavailable,
@@ -39,6 +40,22 @@ _HELD_SECONDS = 0.02
 """Interval at which a worker that others are paused for asks whether it is alone."""
 _INTERRUPT_SECONDS = 1.0
 """Interval at which a wait checks for an interrupt."""
+
+_SAID_SECONDS = 10.0
+"""Interval at which a wait for the scheduler is logged."""
+
+
+class BusyWait:
+    """A wait while the scheduler saves or restores a job, which is logged if it takes long."""
+
+    def __init__(self) -> None:
+        self._began = self._said_at = time.monotonic()
+
+    def log(self, why: Busy) -> None:
+        """Log the reason, at intervals."""
+        if (now := time.monotonic()) - self._said_at >= _SAID_SECONDS:
+            self._said_at = now
+            logger.warning("%s (waited %.0f s; the scheduler's log says what it lacks)", why, now - self._began)
 
 
 class LeasedSamples(Iterator[SampleBatch]):
@@ -80,10 +97,14 @@ class LeasedSamples(Iterator[SampleBatch]):
         """Batch that is being trained on."""
         self._owes_loss = False
         """Whether a step failed in the middle, and the scheduler does not know yet."""
+        self._busy: BusyWait | None = None
+        """Present wait for a lease."""
         self._why_lost = ""
         self._told_at = 0.0
         """Time at which a wait for commits was last logged."""
         self._is_closed = self._is_interrupted = False
+        self._is_alone = False
+        """Whether :meth:`alone` has paused the other workers."""
         self.has_others = False
         """Whether the last :meth:`alone` found other workers that read."""
         register_source(self)
@@ -180,6 +201,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         or when this is closed. Only for jobs with ``restore=``; pass batches in the order of the loop.
 
         Raises InvalidArgument: the job has none. SchedulerUnavailable: it was away for as long as a lease lasts.
+        StaleClient: another process has taken this one's place.
         """
         with self._lock:
             if not self._is_restored:
@@ -190,16 +212,21 @@ class LeasedSamples(Iterator[SampleBatch]):
             if not any(handed is batch for handed in self._handed_out):
                 return False
             self._applying = batch
+        may_retry: tuple[type[Exception], ...] = _LOST
         try:
-            step()
-            self._streams.finish_writes()
+            try:
+                step()
+                self._streams.finish_writes()
+            except StaleClient:  # not of the lease: each later push would be refused, too
+                may_retry = ()
+                raise
             self.commit(batch)
             return True
         except BaseException as exc:
             with self._lock:
                 self._owes_loss = True
                 self._lose()
-            if not isinstance(exc, _LOST):
+            if not isinstance(exc, may_retry):
                 raise
             logger.warning("job %r loses a step and will be restored: %s", self._streams.job, exc)
             return False
@@ -280,13 +307,26 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self.has_others |= not (is_asked or renewal.is_alone)
                 is_asked = True
                 if renewal.is_alone:
+                    self._is_alone = True
                     break
                 self._lock.wait(_HELD_SECONDS)
         try:
             yield
         finally:
             with self._lock:
+                self._is_alone = False
                 self._renew(NOTHING)
+
+    def require_alone(self) -> None:
+        """Raise SnapshotFailed if others may have read since the block of :meth:`alone` began: to be called once the
+        shards have frozen, as ``when_frozen`` of the snapshot. One RPC.
+        """
+        with self._lock:
+            if self._is_alone and ((renewal := self._renew(NOTHING, hold=True)) is None or not renewal.is_alone):
+                raise SnapshotFailed(
+                    f"other workers of job {self._streams.job!r} may have trained meanwhile, as this one had lost its "
+                    "lease; take it again"
+                )
 
     def restore(self, cursors: Cursors) -> None:
         """Reset the whole job to ``cursors``: every worker leases anew. One RPC."""
@@ -323,9 +363,12 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._report_loss()
             try:
                 lease = self._repeated(self._leased)
-            except Busy:  # the job is being saved or restored
+            except Busy as exc:
+                self._busy = self._busy or BusyWait()
+                self._busy.log(exc)
                 self._lock.wait(_POLL_SECONDS)
                 return None
+            self._busy = None
             self._is_restored = bool(lease.tables)
             self._spoke, self._lease_seconds = time.monotonic(), lease.lease_seconds
             self._reader.drop(list(self._reader.positions))

@@ -167,6 +167,7 @@ def start_snapshot(
     parent: str | Path | None = None,
     caller: CallContext | None = None,
     check_caller: Callable[[], None] = lambda: None,
+    when_frozen: Callable[[], None] = lambda: None,
     graphs: GraphCalls | None = None,
     rows_alone: bool = False,
 ) -> PendingSnapshot:
@@ -175,8 +176,9 @@ def start_snapshot(
     ``root`` must mean the same folder here and on every shard. ``view`` returns the existing tables; ``tables`` are
     those to write, None: all but those being restored. A shard that does not know the writes since ``parent``, a
     snapshot of the same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that
-    ``caller`` was superseded. ``rows_alone``: a version of an export, without the optimizer's state; it raises Busy
-    rather than end another snapshot of the same tables. Raises InvalidArgument, TableNotFound, SnapshotNotFound,
+    ``caller`` was superseded. ``when_frozen`` is called once all shards have frozen: if it raises, there is no
+    snapshot. ``rows_alone``: a version of an export, without the optimizer's state; it raises Busy rather than end
+    another snapshot of the same tables. Raises InvalidArgument, TableNotFound, SnapshotNotFound,
     SnapshotDamaged (of the parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
     root = place(root)
@@ -204,6 +206,7 @@ def start_snapshot(
         changed = {name for name, _ in before - there}
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were dropped or recreated meanwhile; take it again")
+        when_frozen()
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
         work = calls.background(_finish, hold, staging, specs, job, older, write)
     except BaseException:  # also Ctrl-C

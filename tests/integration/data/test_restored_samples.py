@@ -13,6 +13,7 @@ import torch
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
+from geartrain.workers.samples import leased
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
@@ -81,6 +82,26 @@ def test_a_step_that_fails_is_raised_and_is_in_the_rows_once_all_the_same(roles:
                 batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
         assert np.all(table.pull(np.arange(COUNT)) == 1)
         assert np.all(other.pull(np.arange(COUNT)) == 1)  # is not of the job
+
+
+def test_a_superseded_worker_is_told_and_gets_no_samples_any_more(roles: Roles) -> None:
+    with gt.connect(roles.address, stream="w") as before:
+        table, order = counts(before, "t"), roles.order("t")
+        with (
+            pytest.raises(gt.errors.StaleClient),
+            roles.samples.shared(before, "job", worker="a", restore=order) as old,
+        ):
+            batch = next(old)
+            with gt.connect(roles.address, stream="w") as cluster:
+                cluster.fence("w", cluster.write_stream.incarnation, forget=False)
+                with pytest.raises(gt.errors.StaleClient, match="another process writes in its place"):
+                    old.apply(batch, lambda: count(table, batch["id"]))
+                with roles.samples.shared(cluster, "job", worker="b", epochs=1, restore=order) as batches:
+                    table = cluster.table("t")
+                    for batch in batches:
+                        batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+                assert np.all(table.pull(np.arange(COUNT)) == 1)
+            next(old)
 
 
 def test_embeddings_and_an_attached_module_go_on_when_a_shard_is_lost(roles: Roles) -> None:
@@ -158,7 +179,10 @@ def test_a_job_that_went_back_unnoticed_reads_again_what_its_rows_lack(roles: Ro
         assert np.all(table.pull(np.arange(COUNT)) == 1)
 
 
-def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp_path: Path) -> None:
+def test_snapshots_that_are_away_for_a_moment_are_not_given_up(
+    roles: Roles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leased, "_SAID_SECONDS", 0.0)
     with gt.connect(roles.address) as cluster:
         table = counts(cluster, "t")
         with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
@@ -169,6 +193,7 @@ def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp
             batch = next(batches)
             assert not batches.apply(batch, lambda: count(table, batch["id"]))
             assert batches.next_batch() is None  # it waits for them
+            assert "goes back to its newest snapshot" in caplog.text and "the scheduler's log says" in caplog.text
             (tmp_path / "away").rename(roles.root)
             for batch in batches:
                 batches.apply(batch, lambda ids=batch["id"]: count(table, ids))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 import geartrain as gt
-from geartrain.ams.values.errors import ConfigError, ShardRestarted, SnapshotFailed
+from geartrain.ams.values.errors import Busy, ConfigError, ShardRestarted, SnapshotFailed
 from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.bridge.dense.dense_table import attach
 from geartrain.workers.ctr import shared, trainer
@@ -30,6 +30,7 @@ from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.recipe import CtrRecipe, recipe_for
 from geartrain.workers.ctr.shared import SharedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.data.streams import NUM_STREAMS
 from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.job import run_job
@@ -362,6 +363,37 @@ def test_a_further_stage_keeps_its_steps_when_the_scheduler_has_restored_the_job
     assert run_job(Ending, options, Console(quiet=True)).step == 2
     further = run_job(Ending, replace(options, resume=True, resume_steps=3), Console(quiet=True))
     assert not lost and (further.finished, further.step) == (True, 5)
+
+
+def test_a_run_does_not_end_with_rows_that_were_restored_before_its_last_snapshot(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Restored(ClickTrainer):
+        is_restored_yet = goes_on = False
+
+        def start_snapshot(self, *where: Any, **state: Any) -> Any:
+            if self.samples.has_ended() and not type(self).is_restored_yet:
+                type(self).is_restored_yet = True
+                self.have_restored()
+            return super().start_snapshot(*where, **state)
+
+        def have_restored(self) -> None:
+            with gt.connect(scheduler) as cluster:
+                streams = cluster.streams(self.progress.table, worker="other", num_streams=NUM_STREAMS)
+                streams.lease()
+                streams.release(lost=True)
+                while True:
+                    with suppress(Busy):
+                        streams.lease()
+                        return streams.release()
+
+        def goes_on_restored(self) -> bool:
+            type(self).goes_on = True
+            return super().goes_on_restored()
+
+    monkeypatch.setattr(SharedBatches, "require_alone", lambda _: None)  # as if the cursors had been the same
+    assert run_job(Restored, options_of(data, scheduler, steps=4), Console(quiet=True)).finished
+    assert Restored.goes_on
 
 
 def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:

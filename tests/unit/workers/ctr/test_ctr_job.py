@@ -70,6 +70,11 @@ def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) ->
     assert list((out / "events").rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.parametrize("model", ["deepfm", "dssm"])
+def test_a_model_without_hidden_layers_is_trained(tmp_path: Path, data: Path, model: str) -> None:
+    assert train(tmp_path / "run", data, model=model, hidden=(), steps=2).finished
+
+
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed
 
 pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 
@@ -24,26 +24,27 @@ from geartrain.workers.data.streams import NUM_STREAMS
 FREE, HELD = (None, None), (None, "other")
 
 
-def cluster_of(replies: Iterable[Any]) -> Any:
-    """A cluster whose scheduler says one after another who holds the streams."""
-    said = iter(replies)
+def cluster_of(replies: Iterable[Any], cursors: Iterable[Any] = ()) -> Any:
+    """A cluster whose scheduler says one after another who holds the streams, and where they are."""
+    said, at = iter(replies), iter(cursors)
 
     def holders() -> Any:
         if (found := next(said)) is None:
             raise SchedulerUnavailable("away")
         return SimpleNamespace(holders=found)
 
-    return SimpleNamespace(streams=lambda *_, **__: SimpleNamespace(job="run", holders=holders))
+    streams = SimpleNamespace(job="run", num_streams=1, patience_seconds=0.0, holders=holders, cursors=lambda: next(at))
+    return SimpleNamespace(streams=lambda *_, **__: streams)
 
 
 class NoBatches(SharedBatches):
     some = None  # type: ignore[assignment]
 
 
-def shared_batches(replies: Iterable[Any]) -> SharedBatches:
+def shared_batches(replies: Iterable[Any], cursors: Iterable[Any] = ()) -> SharedBatches:
     reader: Any = lambda: SimpleNamespace(close=lambda: None)  # noqa: E731
     no: Any = None
-    return NoBatches(reader, 2, "", CtrRecipe(), no, cluster_of(replies), "run", None)
+    return NoBatches(reader, 2, "", CtrRecipe(), no, cluster_of(replies, cursors), "run", None)
 
 
 def test_there_are_others_while_anybody_reads_or_the_scheduler_cannot_say() -> None:
@@ -66,6 +67,17 @@ def test_a_worker_is_alone_once_nobody_has_read_for_a_while_or_the_data_has_ende
         batches.close()
     batches.wait_alone()
     assert seconds <= now[0] < seconds + 0.4
+
+
+def test_rows_in_which_others_have_trained_since_are_not_saved_at_the_end_of_a_run() -> None:
+    here, there = {0: (0, 5)}, {0: (0, 9)}
+    batches = shared_batches([FREE, FREE, HELD], [here, here, there])
+    batches.close()
+    batches.where()
+    batches.require_alone()
+    for _ in range(2):
+        with pytest.raises(SnapshotFailed, match="another worker has trained on samples of job 'run' meanwhile"):
+            batches.require_alone()
 
 
 def test_each_epoch_keeps_other_samples_without_a_click() -> None:
