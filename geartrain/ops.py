@@ -59,9 +59,9 @@ class Role:
         """Start the role; it serves when this returns.
 
         Args:
-            name: of the role's command: ``"scheduler"``, ``"server"``, ``"graph"`` or ``"slowgear"``.
-            config: of the whole cluster; None: as the environment says (``GEARTRAIN_SERVER__LISTEN`` and so on).
-            settings: override those of the role's section, as ``listen="127.0.0.1:0"``.
+            name: name of the role's command: ``"scheduler"``, ``"server"``, ``"graph"`` or ``"slowgear"``.
+            config: settings of the whole cluster; None: from the environment (``GEARTRAIN_SERVER__LISTEN`` and so on).
+            settings: replace those of the role's section, as ``listen="127.0.0.1:0"``.
 
         Raises:
             ConfigError: There is no such role or setting, a setting cannot be right, its port is in use, or its

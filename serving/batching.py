@@ -76,7 +76,7 @@ class Batcher:
             max_wait_seconds: longest wait of a question for others, once a thread is free.
             max_queued: most items in the queue; further questions raise Busy. An empty queue takes any question.
             threads: batches at once. 0: the owner calls :meth:`answer_next`, as tests do.
-            clock: in seconds, monotonic.
+            clock: monotonic, in seconds.
             on_batch: called with each answered batch, on its thread.
         """
         self._max_batch, self._max_wait, self._max_queued = max_batch, max_wait_seconds, max_queued

@@ -176,7 +176,7 @@ class Catalog:
         From then on higher numbers do not become current, until a rollback ``to`` the highest.
 
         Args:
-            name: of the model; None: the only one.
+            name: name of the model; None: the only one.
             to: the version; None: the next lower one that can be served.
 
         Raises NotServed (no such model or version), and errors of loading; then nothing has changed.
@@ -216,9 +216,11 @@ class Catalog:
                 if model.current is None:
                     raise self._none_yet(model)
                 if version is None:
-                    raise InvalidArgument(f"version is missing; one of {_listed(model.known)} takes a share of {share}")
+                    raise InvalidArgument(
+                        f"version is missing; name the one that gets a share of {share}: {_listed(model.known)}"
+                    )
                 if version == model.current:
-                    raise InvalidArgument(f"version {version} is current in {model.name!r}; a canary is another one")
+                    raise InvalidArgument(f"version {version} is current in {model.name!r}; name another as the canary")
                 self.prepare(name, version)
             with self._lock:
                 model.canary, model.share = (version, share) if share > 0 else (None, 0.0)
@@ -428,7 +430,7 @@ def _close(over: Iterable[Servable]) -> None:
 
 def _require_share(share: float) -> None:
     if not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise InvalidArgument(f"share is {quoted(share)}; it must be a part of the questions, 0 ... 1, as 0.1")
+        raise InvalidArgument(f"share is {quoted(share)}; it must be a part of the requests, 0 ... 1, as 0.1")
 
 
 def _listed(versions: Iterable[int]) -> str:

@@ -188,12 +188,12 @@ class Cluster:
         """Make a table on every shard and return it.
 
         Args:
-            name: Of the table.
+            name: Name of the table.
             dim: Width of a row.
             optimizer: Applied on the shards.
             num_rows: Ids are 0 ... num_rows - 1; None: any id >= 0.
             initializer: First values of a row; None: normal, std 0.01.
-            seed: Of the initializer.
+            seed: Seed of the initializer.
             dtype: Storage type of the rows: float32, float16 or bfloat16.
             slot_dtype: Storage type of the optimizer's state of each row.
             admission: Which new ids get a row at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:

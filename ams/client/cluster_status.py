@@ -79,9 +79,9 @@ class TableStatus:
     entry i counts pushes with a number of i bits of other writes to the table in between on a shard: none, 1, 2 to 3, 4
     to 7, ... Added up over the shards, since the table was made on each."""
     expired: int = 0
-    """Rows expired by a rule since then."""
+    """Rows expired by a rule since the table was made on each shard."""
     evicted: int = 0
-    """Rows evicted for want of room since then."""
+    """Rows evicted for want of room since the table was made on each shard."""
     refused_ids: int = 0
     """Approximate number of distinct ids in pushes that were counted but not admitted so far (``gt.MinCount``)."""
     refused_gradients: int = 0

@@ -72,7 +72,7 @@ class CallBackoff(Backoff):
     def require_a_caller(self) -> None:
         """Raise CallerGone if the caller has left."""
         if self._has_ended:
-            raise CallerGone("the caller has gone")
+            raise CallerGone("the caller stopped waiting")
 
 
 class Attempts(NamedTuple):
@@ -201,7 +201,7 @@ class Retries:
 
         def watch(_: Sequence[int]) -> None:
             if lease.has_ended:
-                raise CallerGone("the caller has gone")
+                raise CallerGone("the caller stopped waiting")
 
         def once_more(shard: int) -> Done:
             waits.require_a_caller()

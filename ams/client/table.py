@@ -169,8 +169,9 @@ class Table:
             if table.spec.name == self.spec.name and (0 in both or both[0] == both[1]):
                 return table
         raise TableNotFound(
-            f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
-            f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"
+            f"shard {reply.shard} has no table {self.spec.name!r} any more, or another of that name: this one was "
+            f"dropped. Open the other: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear "
+            "anew"
         )
 
     def pull_into(
@@ -441,11 +442,11 @@ def prepare_pushes(
 
     Args:
         tables: The tables, each once.
-        ids: Of each table [N], distinct, in its range and C-contiguous.
-        gradients: Of each [N, dim], finite and C-contiguous.
-        occurrences: Of each [N], as in :class:`~geartrain.ams.client.rows.push_options.PushOptions`, C-contiguous;
+        ids: Ids for each table [N], distinct, in its range and C-contiguous.
+        gradients: Gradients for each table [N, dim], finite and C-contiguous.
+        occurrences: Each table's [N], as in :class:`~geartrain.ams.client.rows.push_options.PushOptions`, C-contiguous;
             None: unknown.
-        pulled_at: Of each table, as in PushOptions.
+        pulled_at: For each table, as in PushOptions.
         options: Shared by all tables.
 
     Raises as prepare_push; then no number is used.

@@ -203,7 +203,7 @@ class ClientStream:
 def check_stream(name: str | None, incarnation: int | None) -> None:
     """Raise InvalidArgument unless a client may write under ``name`` (None: none) and ``incarnation`` (None: any)."""
     if name is None and incarnation is not None:
-        raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
+        raise InvalidArgument(f"incarnation is {incarnation}, and no stream is named; name it: stream='job/rank0'")
     if name is not None:
         checked_name("stream", name)
     if incarnation is not None:

@@ -88,7 +88,7 @@ class Credentials:
         """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError for bad ones."""
         if token is not None and folder is None:
             raise ConfigError(
-                "security.token is set, and security.folder is not: a token goes under TLS alone; name the folder of "
+                "security.token is set, and security.folder is not: a token is sent only under TLS; name the folder of "
                 "certificates, or unset the token (GEARTRAIN_SECURITY__TOKEN)"
             )
         self.folder = folder

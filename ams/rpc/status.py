@@ -139,15 +139,15 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         if code is grpc.StatusCode.PERMISSION_DENIED and (token := token_path()) is not None:
             return errors.AccessDenied(
-                f"{peer} does not do this for the token of this process, {token}: it ran out, was revoked, was signed "
-                "by a key of another cluster, is of another job, or gives no such right, as the log there says. Have "
-                "one made that does ('geartrain certs token') and write it to that file (security.token): it is taken "
-                "up within a second"
+                f"{peer} refuses this call to the token of this process, {token}: the token expired, was revoked, was "
+                "signed by a key of another cluster, is of another job, or does not give the right; the log there says "
+                "which. Have one made that gives it ('geartrain certs token') and write it to that file "
+                "(security.token): this process reads it within a second"
             )
         return errors.AccessDenied(
-            f"{peer} does this for nobody with the certificate of this process and no token; its log says why. Renew "
-            "the certificate ('geartrain certs renew'), set security.folder to one with that of a role that may, or "
-            "have a token made that gives the right ('geartrain certs token'), and name its file in security.token"
+            f"{peer} refuses this call to the certificate of this process, which has no token; its log says why. Renew "
+            "the certificate ('geartrain certs renew'), set security.folder to the folder of a role that may call it, "
+            "or have a token made that gives the right ('geartrain certs token') and name its file in security.token"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")

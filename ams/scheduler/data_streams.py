@@ -412,8 +412,8 @@ class StreamLeases:
                 )
             if shared := set(its.restore.tables).intersection(restore.tables):
                 raise InvalidArgument(
-                    f"{said} with table {min(shared)!r}, which goes back with job {other!r}: a table is of one job. "
-                    "Give tables of its own, or drop those of the other job once it has ended"
+                    f"{said} with table {min(shared)!r}, which goes back with job {other!r}: a table belongs to one "
+                    "job. Give tables of its own, or drop those of the other job once it has ended"
                 )
         if before is None:
             changed.due, changed.order_number = "snapshot", self._incarnations.next()
@@ -518,7 +518,7 @@ class StreamLeases:
         if held is None or held.incarnation != incarnation:
             raise StaleClient(
                 f"worker {worker!r} of job {job!r} holds no lease any more: it was silent for "
-                f"{self.lease_seconds:g} s, or the job was put back. Its streams go on from their last committed "
+                f"{self.lease_seconds:g} s, or the job went back. Its streams go on from their last committed "
                 "cursors; lease streams again"
             )
         if lease_number not in (0, held.lease_number):

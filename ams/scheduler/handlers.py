@@ -164,9 +164,9 @@ class SchedulerHandlers:
     def _report_event(self, tell: ReportEvent, _: WaitingCaller) -> None:
         told = tell.event
         if told.kind not in TOLD_KINDS:
-            raise InvalidArgument(f"the kind of an event is {quoted(told.kind)}; clients tell {', '.join(TOLD_KINDS)}")
+            raise InvalidArgument(f"an event's kind is {quoted(told.kind)}; clients report {', '.join(TOLD_KINDS)}")
         if max(map(len, (told.text, told.snapshot, told.reason, *told.tables))) > _LONGEST_TOLD:
-            raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; tell it in fewer")
+            raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; shorten it")
         if told.job:
             checked_name("job", told.job)
         if (noted := self._events.append(told, key=tell.key)) is not None:

@@ -49,7 +49,7 @@ class Incarnations:
         choice."""
         if number > max(MAX_GIVEN, self.last):
             raise InvalidArgument(
-                f"{what} is {number}; it must be at most 2^62 ({MAX_GIVEN}), or one that this scheduler gave out"
+                f"{what} is {number}; it must be at most 2^62 ({MAX_GIVEN}), or one that this scheduler issued"
             )
 
     def record_chosen(self, what: str, number: int) -> None:

@@ -56,7 +56,7 @@ class Rendezvous:
         if not 1 <= len(write.key) <= _MAX_KEY:
             raise InvalidArgument(f"key is {quoted(write.key)}; it must have 1 … {_MAX_KEY} characters")
         if write.version == 0:
-            raise InvalidArgument("version is 0, which is that of no value; give a random number")
+            raise InvalidArgument("version is 0, which means that there is no value; give a random number")
         with self._lock:
             job = self._known(write.job) or _Job(deadline=self._clock() + LEASE_SECONDS)
             values = job.values
@@ -71,8 +71,8 @@ class Rendezvous:
                 )
             if more > 0 and self._bytes + more > MAX_BYTES:
                 raise OutOfMemory(
-                    f"the processes of {len(self._jobs)} jobs keep {self._bytes} bytes to find each other, of "
-                    f"{MAX_BYTES}; what ended jobs left goes by itself within {LEASE_SECONDS:g} s: try again then"
+                    f"the rendezvous of {len(self._jobs)} jobs takes {self._bytes} bytes, of at most {MAX_BYTES}; "
+                    f"values of ended jobs expire within {LEASE_SECONDS:g} s: try again then"
                 )
             self._bytes += more
             if value is None:

@@ -200,7 +200,7 @@ class Scheduler:
             raise InvalidArgument(f"incarnation of the shard is {incarnation}; it must be from 1 to 2^63 - 1")
         if cluster_version > max(MAX_GIVEN, self._state.cluster_version):
             raise InvalidArgument(
-                f"cluster_version is {cluster_version}, and at most 2^62 ({MAX_GIVEN}) can be; this scheduler is at "
+                f"cluster_version is {cluster_version}; it must be at most 2^62 ({MAX_GIVEN}). This scheduler is at "
                 f"{self._state.cluster_version}. Start the shard's server anew"
             )
         if not 0 <= heartbeat_seconds < math.inf:

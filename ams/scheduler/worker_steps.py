@@ -1,8 +1,8 @@
 """Steps done by each worker of a job, for jobs whose workers may be only a number of steps apart.
 
-The workers apply the rule: they ask, and wait by themselves. Here is recorded the progress of each worker with a lease.
-One that joins starts at the slowest's step, so that no worker waits for steps that were never its own, and the
-slowest's step never falls. Nothing is stored on disk: workers report at each step and at least three times a lease.
+The workers apply the rule: they ask, and wait by themselves. The scheduler records the progress of each worker with a
+lease. A worker that joins starts at the slowest's step, so that no worker waits for steps that were never its own, and
+the slowest's step never falls. Nothing is stored on disk: workers report at each step and at least three times a lease.
 
 A restarted scheduler knows no workers. For one lease it trusts each worker's own count and reports of the slowest only
 what is certain: a worker silent for that long would not count either. (Workers that join meanwhile, before any of the
@@ -134,8 +134,8 @@ class WorkerSteps:
         )
 
     def _drop_expired(self, now: float) -> None:
-        """Drop workers whose lease has ended; once all live ones have reported, move those that joined meanwhile to
-        them."""
+        """Drop workers whose lease has ended. Once all live ones have had time to report, count those that joined
+        meanwhile as far as the slowest."""
         self._stops.notice()
         if now >= self._all_known_at:
             for job in self._jobs.values():

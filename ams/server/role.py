@@ -150,7 +150,7 @@ class _HeldShard:
         logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
 
     def publish_readiness(self) -> None:
-        """Set health to what the shard is ready for."""
+        """Report in the health service whether the shard is restored and ready."""
         restored = self.shard is not None and not self.shard.restoring_tables
         try:
             if is_ready := restored and self.lease is not None:

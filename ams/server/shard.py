@@ -300,7 +300,7 @@ class Shard:
         self.engine.close()
         self._writer.close()
         with self.engine.turn:
-            error = ShardUnavailable(f"shard {self.shard} was shut down before its sync group met")
+            error = ShardUnavailable(f"shard {self.shard} was shut down before all ranks of the sync group had pushed")
             for name in self._tables.names:
                 self.engine.fail_waiting(name, error)
             for snapshot_id in self._freezes.snapshots:
@@ -464,7 +464,7 @@ def _check_settings(push: UpdateHosted) -> None:
     if push.lr is not None and not (math.isfinite(push.lr) and push.lr >= 0):
         raise InvalidArgument(f"lr is {push.lr!r}; it must be finite and >= 0")
     if not math.isfinite(push.scale):
-        raise InvalidArgument(f"scale is {push.scale!r}; it must be finite (a skipped step pushes nothing)")
+        raise InvalidArgument(f"scale is {push.scale!r}; it must be finite. Push nothing for a skipped step")
 
 
 def _bits(rows: npt.NDArray[Any], label: str) -> tuple[npt.NDArray[Any], int]:

@@ -200,7 +200,7 @@ def to_geartrain_error(error: BaseException, name: str) -> GeartrainError:
     if isinstance(error, GeartrainError):
         return _without_frames(error)
     if isinstance(error, MemoryError):
-        return OutOfMemory(f"{name} is out of memory: the system gives it no more; the call changed nothing")
+        return OutOfMemory(f"{name} is out of memory; the call changed nothing. Give its machine more memory")
     return InternalError(f"{name}: {error!r}\n{''.join(traceback.format_exception(error))}")
 
 

@@ -28,7 +28,7 @@ class RestoreWork:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without the rows."""
+        """Whether the restore has ended without the rows."""
         return self.reply.done() and (self.reply.cancelled() or self.reply.exception() is not None)
 
 

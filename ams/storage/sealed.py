@@ -11,9 +11,9 @@ from geartrain.ams.values.text import other_format
 
 
 def read_sealed(path: Path, format_number: int, hint: str, again: str) -> dict[str, Any]:
-    """Return the content of a model's sealed JSON; ``again`` says in errors how the model is written once more.
+    """Return the content of a model's sealed JSON; ``again`` says in errors how to write the model again.
 
-    Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
+    Raises ConfigError if it does not exist (with the ``hint``) or has another format; ModelDamaged.
     """
     try:
         content = unseal_json(path.read_bytes())

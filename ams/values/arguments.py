@@ -63,8 +63,8 @@ def check_time(seconds: float, whose: str) -> None:
     ahead = seconds - time.time()
     if ahead > SECONDS_AHEAD:
         raise InvalidArgument(
-            f"unix_seconds is {seconds!r}, by the clock of {whose} {ahead / 3600:.1f} hours ahead, of which 1 is "
-            "allowed; give seconds as time.time() does, or set the clock of the worker's machine or the shard's"
+            f"unix_seconds is {seconds!r}, which is {ahead / 3600:.1f} hours ahead of the clock of {whose}; at most 1 "
+            "is allowed. Give seconds as time.time() does, or set the clock of the worker's machine or the shard's"
         )
 
 

@@ -4,7 +4,7 @@ GeartrainError
 ├── InvalidArgument (ValueError)     the caller's mistake: names the value, the legal range and the remedy
 │   ├── InvalidIds                   negative, out-of-range or wrongly typed ids or labels
 │   ├── InvalidRows                  wrong width, shape or dtype of rows or gradients
-│   ├── NonFinite                    NaN or infinity; nothing was changed anywhere
+│   ├── NonFinite                    NaN, infinity, or a value beyond the range of its type
 │   │   └── TrainingDiverged         a job's values overflowed: names step, model kept, rates to try
 │   └── SpecMismatch                 an existing table differs from the one asked for
 ├── ConfigError (ValueError)         an invalid file, flag or environment variable
@@ -58,13 +58,13 @@ GeartrainError
 ├── StateError                       the scheduler's own state
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
 │   └── StateFailed                  a change could not be written
-├── OutOfMemory (MemoryError)        rows exceed the memory limit of a server; nothing of the write was applied
+├── OutOfMemory (MemoryError)        rows exceed the memory limit of a server, which applied nothing of the write
 │   └── TableFull                    new rows of one write do not fit below the table's max_bytes, whatever is evicted
 ├── Cancelled                        long work was ended at its caller's request
 ├── ProtocolError                    bytes that are not a valid message
 │   ├── MessageTooLarge
 │   └── VersionMismatch              a peer speaks another wire version than the scheduler: names both builds
-└── InternalError                    a bug of ours, reported by a shard with its traceback
+└── InternalError                    a bug of ours, reported by a shard
 """
 
 from __future__ import annotations
@@ -380,8 +380,8 @@ class InternalError(GeartrainError):
 def being_restored(table: str) -> TableBeingRestored:
     """Return the error of a table that is being restored."""
     return TableBeingRestored(
-        f"table {table!r} is being restored from a snapshot: nobody reads, writes or opens it before all of its rows "
-        "are there; try again then. If the process that restored it is gone, restore the snapshot again, or drop the "
+        f"table {table!r} is being restored from a snapshot, and cannot be read, written or opened until all of its "
+        "rows are there; retry then. If the process that restored it is gone, restore the snapshot again, or drop the "
         "table"
     )
 

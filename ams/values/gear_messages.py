@@ -35,7 +35,7 @@ class Freshness(NamedTuple):
 
     max_age_seconds: float | None = None
     max_version_lag: int | None = None
-    """Most dense updates since it was computed."""
+    """Largest number of dense updates since the feature was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Delivery:
     """The feature gradients of one step of one fast gear: K *gradients*, one for each distinct id."""
 
     source: str
-    """Name of the fast gear; behind a tab that of a series of deliveries."""
+    """Name of the fast gear; after a tab, the name of one of its series of deliveries."""
     incarnation: int
     """Incarnation of the fast gear: a lower one than the highest seen of this source is refused."""
     sequence: int
@@ -100,7 +100,7 @@ class GearAccount:
     """Gradients whose sample or backward pass failed."""
     non_finite: int = 0
     lost: int = 0
-    """Gradients that a slow gear died with, or before it reported them received or applied: an upper bound."""
+    """Gradients that a slow gear held, or had not reported as received or applied, when it died: an upper bound."""
 
     @property
     def adds_up(self) -> bool:
@@ -133,7 +133,7 @@ class GearState:
     dim: int
     address: str
     process: str
-    """Identity of the process that the account is of: "address#incarnation"."""
+    """Identity of the process whose account this is: "address#incarnation"."""
     partitions: tuple[int, ...]
     """Partitions that it holds now."""
     dense_version: int
@@ -174,7 +174,7 @@ class PushFeatureGradients(Rpc[DeliveryAck]):
     name: str
     delivery: Delivery
     wait: bool
-    """Answer after every update that they made due is applied."""
+    """Reply once every update that the gradients made due is applied."""
     sent_to: str
     """Process of the slow gear that this was sent to before and that may have counted it: another one refuses."""
 
@@ -218,7 +218,7 @@ class GearPort(Protocol):
         """Return dense features of distinct ids [K] int64. Ids without one are in ``failures``, with zeros."""
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """Deliver gradients; in sync mode return when every update that they made due is applied."""
+        """Deliver gradients; in sync mode, return once every update that they made due is applied."""
 
     def flush(self) -> None:
         """Apply every gradient that waits, partial batches with their true count. Returns when that is done."""
@@ -246,7 +246,7 @@ def family_of(source: str) -> str:
 
 
 def first_error(failures: Failures, what: str) -> GeartrainError:
-    """Return one error for all ``failures``, which are not empty: it names the first id."""
+    """Return one error for all ``failures``, of which there is at least one; it names the first id."""
     failure = failures[min(failures)]
     kind = error_named(failure.error)
     others = sorted(failures)[1:]

@@ -217,7 +217,7 @@ class BufferLease:
         """Hold it during the block. Long work checks :attr:`has_ended`. Raises CallerGone if it has ended."""
         with self._lock:
             if self.has_ended:
-                raise CallerGone("the caller has gone")
+                raise CallerGone("the caller stopped waiting")
             self._num_at_it += 1
         try:
             yield

@@ -19,7 +19,7 @@ class Rpc(Generic[R_co]):
 
     A subclass is a frozen dataclass with the fields of the RPC's request message, and ``R_co`` one with those of its
     reply message: the codec follows from that (:mod:`geartrain.ams.rpc.services`). A reply message of one field may be
-    that field's type, one of none is None. ``name`` is that of the RPC, where the class has another.
+    that field's type; one without fields is None. ``name`` is the RPC's, if it differs from the class's.
     """
 
     rpc_name: ClassVar[str]

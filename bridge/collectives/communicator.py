@@ -154,7 +154,7 @@ class Communicator:
         """Raise InvalidArgument if collectives run on the host, where a CUDA graph cannot capture them."""
         if not self.is_alone and self._is_gloo:
             raise InvalidArgument(
-                "the ranks talk over gloo, between the hosts, which no CUDA graph holds; begin with "
+                "the ranks communicate by gloo, through the hosts, which a CUDA graph cannot capture; call "
                 "init_process_group('nccl') to capture a step"
             )
 

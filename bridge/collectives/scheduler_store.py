@@ -80,7 +80,7 @@ class SchedulerStore(Store):
     def _awaited(self, keys: Sequence[str], timeout: timedelta) -> tuple[bytes, ...]:
         values = self.values.wait(keys, timeout.total_seconds())
         if values is None:
-            raise dist.DistStoreError(f"waited for {timeout} in vain for {', '.join(keys)}: is a rank missing?")
+            raise dist.DistStoreError(f"no value of {', '.join(keys)} arrived within {timeout}: is a rank missing?")
         return values
 
 

@@ -301,9 +301,9 @@ class DenseTable(torch.optim.Optimizer):
         """Check and number the push; send nothing yet."""
         if self._weights.table.incarnation != self._incarnation:
             raise TableNotFound(
-                f"dense table {self.name!r} was restored since its weights were pulled, and the gradients are of those "
-                "from before; nothing was pushed. Call refresh(), which takes the restored weights and drops the "
-                "gradients, and go on with a new forward pass"
+                f"dense table {self.name!r} was restored since its weights were pulled, and the gradients are those "
+                "of the weights before; nothing was pushed. Call refresh(), which takes the restored weights and drops "
+                "the gradients, and go on with a new forward pass"
             )
         if not (math.isfinite(lr) and lr >= 0):
             raise InvalidArgument(f"lr of dense table {self.name!r} is {lr!r}; it must be finite and >= 0")

@@ -125,7 +125,7 @@ class HostedUpdate:
     def __init__(self, table: Table, inputs: ShardInputs, step: int, settings: PushSettings) -> None:
         """``step`` is the worker's, for a table that uses it. Raises as ``prepare_update``."""
         self._table = table
-        if table.spec.asks_for_clock:  # reported once: a repetition is the same
+        if table.spec.asks_for_clock:  # read once: a retry sends the same
             clock = {"worker_step": float(step), "unix_seconds": time.time()}
             inputs = [[replace(it, settings=clock) for it in its] for its in inputs]
         self._inputs = inputs

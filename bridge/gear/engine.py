@@ -174,7 +174,7 @@ class DenseEngine:
     def deliver(self, delivery: Delivery) -> GearAccount:
         """Add a delivery and return its source's account. Raises InvalidArgument after :meth:`close`."""
         if self._is_closed:
-            raise InvalidArgument("this slow gear was closed, it takes no gradients any more; make another SlowGear")
+            raise InvalidArgument("this slow gear was closed, and accepts no more gradients; make another SlowGear")
         self.add(delivery)
         self.apply_soon()
         return self.account(delivery.source)

@@ -42,7 +42,7 @@ class Samples:
     """
 
     def __init__(self, source: DenseSamples, decode: Decode | None = None, *, cache_bytes: int = 256 << 20) -> None:
-        """Raises InvalidArgument if the source is none of these, or bytes without a ``decode``."""
+        """Raises InvalidArgument if the source is none of these, or a store of bytes without ``decode``."""
         self._rows = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else None
         self._store: Any = source if self._rows is None and hasattr(source, "read") else None
         if self._rows is None and self._store is None and not callable(source):
@@ -50,7 +50,9 @@ class Samples:
                 f"samples is {source!r}; it must be a function of an id, a store of bytes, or a tensor of all samples"
             )
         if self._store is not None and decode is None:
-            raise InvalidArgument("samples are bytes of a store: say what makes a tensor of them with decode=")
+            raise InvalidArgument(
+                "samples is a store of bytes; pass a function that makes a tensor of a sample's bytes: decode="
+            )
         self._function: Any = source
         self._decode = decode
         self._cache = _Kept(cache_bytes)

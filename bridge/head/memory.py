@@ -161,10 +161,10 @@ def memory_report(
         optimizer: Decides the slots.
         select: Decides how many classes are active.
         config: Types of rows and slots, and what is kept in a step.
-        batch_size: Of a rank.
-        num_shards: Of the cluster.
-        num_ranks: That train together.
-        device: Of the features: "cpu" or "cuda".
+        batch_size: Samples of a rank.
+        num_shards: Shards of the cluster.
+        num_ranks: Ranks that train together.
+        device: Device of the features: "cpu" or "cuda".
         num_threads: PyTorch's; None: this process's.
 
     PLSC's formulas (its section 3 and 4), per card: weight and velocity C·D/R each, logits and their gradient

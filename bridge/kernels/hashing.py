@@ -171,8 +171,8 @@ def _capacity_for(num_slots: int) -> int:
     capacity = _SLOTS << (max(1, -(-num_slots // _SLOTS)) - 1).bit_length()
     if capacity > _MAX_SLOTS:
         raise InvalidArgument(
-            f"a hash table of {num_slots:,} slots is more than the {_MAX_SLOTS:,} that one takes; spread the "
-            "ids over more ranks, or over more tables"
+            f"a hash table needs {num_slots:,} slots, and has at most {_MAX_SLOTS:,}; spread the ids over more ranks, "
+            "or over more tables"
         )
     return capacity
 

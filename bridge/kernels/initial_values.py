@@ -112,7 +112,7 @@ def write_new_rows(
 
     groups: dict[tuple[torch.dtype, int, bool, int], list[int]] = {}
     for number, table in enumerate(tables):
-        if table is not None:  # of a constant it is a normal distribution without deviation
+        if table is not None:  # a constant is a normal distribution of deviation 0
             rows_LD, values = table
             kind = rows_LD.dtype, rows_LD.shape[1], values.distribution != UNIFORM, values.seed
             groups.setdefault(kind, []).append(number)

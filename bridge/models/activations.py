@@ -18,9 +18,9 @@ ActivationName = Literal["relu", "prelu", "dice"]
 
 
 class Dice(nn.Module):
-    """A PReLU whose step lies at the mean of its input, and is as soft as the input is spread.
+    """A PReLU whose step lies at the mean of its input, and is as wide as the input's standard deviation.
 
-    With the batch's mean and variance of each column, or when evaluating their running ones::
+    With the mean and variance of each column over the batch, or in evaluation their running values::
 
         p = sigmoid((s - E[s]) / √(Var[s] + 1e-8)),  f(s) = p·s + (1 - p)·α·s
 
@@ -35,7 +35,7 @@ class Dice(nn.Module):
         self.register_buffer("running_var", torch.ones(width))
 
     def forward(self, values_NW: Tensor) -> Tensor:
-        """Return f(s) [N, W]. A batch of fewer than two vectors has no variance: then the running one is taken."""
+        """Return f(s) [N, W]. A batch of fewer than two vectors has no variance: the running one is used."""
         mean, variance = self.get_buffer("running_mean"), self.get_buffer("running_var")
         learns = self.training and len(values_NW) > 1
         share = nn.functional.batch_norm(values_NW, mean, variance, training=learns, momentum=0.1, eps=1e-8).sigmoid()

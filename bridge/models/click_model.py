@@ -28,12 +28,12 @@ class ClickModel(nn.Module, ABC):
     """Whether it takes vectors of nodes that samples share, as of a group with ``per_node=True``, and their batch."""
 
     def forward(self, vectors: Mapping[str, Tensor], clicks: Tensor | None = None, batch: Any = None) -> Tensor:
-        """Look at the vectors of a batch.
+        """Return the logits, or the loss, of a batch.
 
         Args:
-            vectors: Of each field, float [B, dim]; of sequences as the model says.
+            vectors: Vectors by field, float [B, dim]; of sequences as the model says.
             clicks: [B], 0 or 1, of the samples to learn from.
-            batch: Has the levels that vectors are by node of, if there are some; for models that are :attr:`per_node`.
+            batch: Has the levels of vectors by node; for models that are :attr:`per_node`.
 
         Returns:
             Without ``clicks`` the logits [B]; with them the loss (0-dim) to go backward from.

@@ -65,11 +65,11 @@ class CrossMedia(ClickModel):
             image_width: W.
             attention: Widths of the hidden layers of each query's attention.
             hidden: Widths of the deep network's layers.
-            activation: Of all of them: "prelu", "dice" or "relu".
+            activation: Activation of all of them: "prelu", "dice" or "relu".
             dropout: After each layer of the deep network, in [0, 1).
 
         Raises:
-            InvalidArgument: ``query`` is no field wider than 1, or another argument cannot be.
+            InvalidArgument: ``query`` is not a field wider than 1, or another argument is out of range.
         """
         super().__init__()
         self._fields = FieldVectors("CrossMedia", dims)

@@ -45,7 +45,7 @@ class DeepFM(ClickModel):
             dropout: After each of them, in [0, 1).
 
         Raises:
-            InvalidArgument: The embeddings differ in width, or there is none; ``hidden`` or ``dropout`` cannot be.
+            InvalidArgument: The embeddings differ in width, or are none; ``hidden`` or ``dropout`` is out of range.
         """
         super().__init__()
         self._fields = FieldVectors("DeepFM", dims)
@@ -58,7 +58,7 @@ class DeepFM(ClickModel):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def logits(self, vectors: Mapping[str, Tensor], batch: Any = None) -> Tensor:
-        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument, which names the wrong field."""
         first_order_B, embedded = self._fields.by_level(vectors, batch)
         dim = self._fields.widths[0]
         sums_BD = reduce(add, (part.expand(torch.unflatten(part.vectors, 1, (-1, dim)).sum(1)) for part in embedded))

@@ -87,13 +87,13 @@ class DIEN(ClickModel):
             history: Fields of the history, and for each the field of the item at hand that it is compared with, of the
                 same width: ``{"history": "item"}``. Their sequences have equal lengths.
             hidden: Widths of the deep network's layers.
-            auxiliary: What the auxiliary loss is multiplied by, >= 0.
-            activation: Of the deep network: "dice", "prelu" or "relu".
+            auxiliary: Factor of the auxiliary loss, >= 0.
+            activation: Activation of the deep network: "dice", "prelu" or "relu".
             dropout: After each layer of it, in [0, 1).
 
         Raises:
-            InvalidArgument: A field of ``history`` has no dim, or another than its counterpart; another argument cannot
-                be.
+            InvalidArgument: A field of ``history`` has no dim, or another than its counterpart; another argument is
+                out of range.
         """
         super().__init__()
         if not auxiliary >= 0:
@@ -112,7 +112,7 @@ class DIEN(ClickModel):
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field, and [B, L, dim] or jagged [B, ?, dim] of the history's.
 
-        Raises InvalidArgument that names a field that is wrong.
+        Raises InvalidArgument, which names the wrong field.
         """
         events = sequences_of("DIEN", vectors, self._history)
         return self._logits(vectors, events, self._interests(events))

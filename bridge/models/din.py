@@ -57,12 +57,12 @@ class DIN(ClickModel):
                 same width: ``{"history": "item", "history_shop": "shop"}``. Their sequences have equal lengths.
             hidden: Widths of the deep network's layers.
             attention: Widths of the attention unit's layers.
-            activation: Of all of them: "dice", "prelu" or "relu".
+            activation: Activation of all of them: "dice", "prelu" or "relu".
             dropout: After each layer of the deep network, in [0, 1).
 
         Raises:
-            InvalidArgument: A field of ``history`` has no dim, or another than its counterpart; another argument cannot
-                be.
+            InvalidArgument: A field of ``history`` has no dim, or another than its counterpart; another argument is
+                out of range.
         """
         super().__init__()
         self._fields = FieldVectors("DIN", dims, history)
@@ -76,7 +76,7 @@ class DIN(ClickModel):
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field, and [B, L, dim] or jagged [B, ?, dim] of the history's.
 
-        Raises InvalidArgument that names a field that is wrong.
+        Raises InvalidArgument, which names the wrong field.
         """
         first_order_B, embedded = self._fields.split(vectors)
         events = sequences_of("DIN", vectors, self._history)

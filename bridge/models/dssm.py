@@ -18,7 +18,7 @@ from geartrain.bridge.models.inputs import FieldVectors, tower
 
 
 class DSSM(ClickModel):
-    """Click logits from the cosine of a user's and an item's vector, which do not know of each other.
+    """Click logits from the cosine of a user's and an item's vector, each computed without the other.
 
         model = DSSM(user={"user": 16, "age": 16}, item={"item": 16, "genres": 16})
         loss = model(fields(batch), clicks_B)
@@ -34,7 +34,7 @@ class DSSM(ClickModel):
         L_batch = - mean over clicked i of  log( exp(γ<x_i, y_i>) / Σ_j exp(γ<x_i, y_j>) )
 
     where j is i itself or a sample with another item than i's. Source: Huang et al., "Learning Deep Structured Semantic
-    Models for Web Search using Clickthrough Data" (2013), section 3.3, with the batch's items in the place of drawn
+    Models for Web Search using Clickthrough Data" (2013), section 3.3, with the batch's items in the place of sampled
     ones. Costs O(B²·W) in training.
     """
 
@@ -53,17 +53,17 @@ class DSSM(ClickModel):
         """Make the towers; the embeddings are those of the fields.
 
         Args:
-            user: Width of the vectors by field, each > 1, of what the user's tower sees.
-            item: The same of the item's.
+            user: Width of the vectors by field, each > 1, for the user's tower.
+            item: The same for the item's tower.
             hidden: Widths of the layers of each tower.
-            width: Of the vectors that meet.
-            negatives: What the softmax over the batch's items is multiplied by in the loss, >= 0; 0: there is none.
+            width: Width of the two vectors.
+            negatives: Factor of the softmax over the batch's items in the loss, >= 0; 0: there is none.
             scale: γ at first, > 0.
-            activation: Of the hidden layers: "relu", "prelu" or "dice".
+            activation: Activation of the hidden layers: "relu", "prelu" or "dice".
             dropout: After each of them, in [0, 1).
 
         Raises:
-            InvalidArgument: A field has dim 1, or another argument cannot be.
+            InvalidArgument: A field has dim 1, or another argument is out of range.
         """
         super().__init__()
         if not negatives >= 0:
@@ -81,15 +81,15 @@ class DSSM(ClickModel):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def user_vectors(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Unit vectors [B, W] of users. Raises InvalidArgument that names a field that is wrong."""
+        """Unit vectors [B, W] of users. Raises InvalidArgument, which names the wrong field."""
         return nn.functional.normalize(self.user_tower(_beside(self._user, vectors)), dim=1)
 
     def item_vectors(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Unit vectors [B, W] of items. Raises InvalidArgument that names a field that is wrong."""
+        """Unit vectors [B, W] of items. Raises InvalidArgument, which names the wrong field."""
         return nn.functional.normalize(self.item_tower(_beside(self._item, vectors)), dim=1)
 
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument, which names the wrong field."""
         return self._logits(self.user_vectors(vectors), self.item_vectors(vectors))
 
     def loss(self, vectors: Mapping[str, Tensor], clicks: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class DSSM(ClickModel):
 def batch_softmax(scores_CB: Tensor, own_C: Tensor, item_B: Tensor) -> Tensor:
     """Mean of -log of the softmax at each row's own column (0-dim), over it and the columns of other items.
 
-    ``item_B`` numbers the items: equal ones are one item, which is not a wrong answer beside itself.
+    ``item_B`` numbers the items: samples of one item are not wrong answers for each other.
     """
     same_CB = item_B[own_C].unsqueeze(1) == item_B.unsqueeze(0)
     same_CB[torch.arange(len(own_C), device=own_C.device), own_C] = False

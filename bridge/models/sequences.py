@@ -110,7 +110,7 @@ def sequences_of(model: str, vectors: Mapping[str, Any], dims: Mapping[str, int]
         if lengths_B is not None and not torch.equal(own_B, lengths_B):
             raise InvalidArgument(
                 f"the sequences of field {name!r} of {model} have other lengths than those of {next(iter(dims))!r}; "
-                "both must tell of the same events"
+                "both must list the same events"
             )
         lengths_B = own_B
         parts.append(values)

@@ -40,7 +40,7 @@ class WideDeep(ClickModel):
             dropout: After each of them, in [0, 1).
 
         Raises:
-            InvalidArgument: There is no embedding; ``hidden`` or ``dropout`` cannot be.
+            InvalidArgument: There is no embedding; ``hidden`` or ``dropout`` is out of range.
         """
         super().__init__()
         self._fields = FieldVectors("WideDeep", dims)
@@ -48,7 +48,7 @@ class WideDeep(ClickModel):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def logits(self, vectors: Mapping[str, Tensor], batch: Any = None) -> Tensor:
-        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument, which names the wrong field."""
         wide_B, embedded = self._fields.by_level(vectors, batch)
         logits_B: Tensor = self.bias + wide_B + self.deep(embedded).squeeze(1)
         return logits_B

@@ -38,7 +38,7 @@ def mean_over_ranks(
     torch.distributed it is the plain weighted mean. NaN where the weights of all ranks are 0, as in torch.
 
     Args:
-        losses: Of this rank's samples, floating point of any shape, possibly empty.
+        losses: Losses of this rank's samples, floating point of any shape, possibly empty.
         weights: Weight of each loss, in their shape; None: 1.
         process_group: The ranks whose gradients are averaged; None: all of torch.distributed.
 

@@ -142,8 +142,9 @@ class ParallelModel(nn.Module):
             self._plans.saw(inputs, labels)
         if self._left_others is not None:
             raise SyncError(
-                "an earlier call failed on this rank while the others gathered sharded parameters, and could not be "
-                f"told ({self._left_others}); their step would go on with this one. End all ranks, and start them again"
+                "an earlier call failed on this rank while the others gathered sharded parameters, and this rank could "
+                f"not report it ({self._left_others}); their step would continue with this one. End all ranks, and "
+                "start them again"
             )
         try:
             return self.replicas.run(lambda: self._run(inputs, labels, options))

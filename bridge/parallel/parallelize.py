@@ -55,9 +55,9 @@ def parallelize(
             (:class:`~geartrain.bridge.parallel.staged.staged_model.StagedModel`).
         scopes: By name of a module, ``gt.Replicate()`` or ``gt.Split()``. Every parameter is in one. A split layer may
             lie inside a replicated part. None: what :func:`geartrain.replicate` and :func:`geartrain.split` marked.
-        loss: Of (what the model returns, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
+        loss: Function of (model output, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
             samples of all ranks. None: the model returns its loss itself.
-        seed: Of first values on the meta device.
+        seed: Seed of first values on the meta device.
         micro_batches: Parts of each batch, whose features travel while the rest of the model computes others (4 to 8),
             or with stages, parts on which the stages work at once: for models that return the logits of one split
             ``nn.Linear``, with a ``loss``, and for any model in stages. Loss and gradients are the same to rounding,

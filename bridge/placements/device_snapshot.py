@@ -192,7 +192,7 @@ def _require_spec(table: DeviceRows, snapshot: Snapshot) -> None:
         known = ", ".join(map(repr, specs)) or "none"
         raise TableNotFound(f"{snapshot.path} has no table {table.spec.name!r}; its tables: {known}")
     if other := found.fixed_unlike(table.spec):
-        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is another than this: its {other}")
+        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} differs from this one: its {other}")
     if found != table.spec:
         logger.warning("table %r keeps its settings: %s in %s", found.name, table.spec.unlike(found), snapshot.path)
 

@@ -90,9 +90,9 @@ class DeviceUpdate(PendingUpdate[D]):
         """Raise SpecMismatch unless the rows are of ``step``, that of a state to load, or were just restored."""
         if not self.takes_any_step and step != self.step:
             raise SpecMismatch(
-                f"the state is that of step {step}, the rows of {self.name!r} that of step {self.step}; they are "
-                "in no state_dict: save a model with geartrain.save(model, path), which keeps them, and go "
-                "back by geartrain.load(model, path, replace=True); of a head restore() the snapshot() of that step"
+                f"the state is of step {step}, and the rows of {self.name!r} are of step {self.step}: no state_dict "
+                "contains them. Save a model with geartrain.save(model, path), and go back with "
+                "geartrain.load(model, path, replace=True); for a head, restore() the snapshot() of that step"
             )
 
     def check_finite(self) -> None:

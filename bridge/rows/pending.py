@@ -232,8 +232,8 @@ class PendingUpdate(ABC, Generic[G]):
             is_changed |= not torch.allclose(grad, self._unchanged, rtol=0, atol=0, equal_nan=True)
         if is_changed:
             raise InvalidArgument(
-                f"the row gradients of table {self.name!r} were clipped or scaled before the last micro-batch of their "
-                "step was there; clip once, behind the last backward(), or call zero_grad() to begin the step anew"
+                f"the row gradients of table {self.name!r} were clipped or scaled before the last backward() of their "
+                "step; clip once, after it, or call zero_grad() to begin the step anew"
             )
 
     def _set_norm(self, mark: Tensor) -> None:

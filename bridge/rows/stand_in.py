@@ -76,9 +76,8 @@ class StandIn(nn.Parameter):
         if shown is not None and isinstance(grad, StandInGradient) and _place(grad) == _place(shown):
             return
         raise InvalidArgument(
-            f"another gradient was put in the place of that of the rows of table {update.name!r}, which are made by "
-            "backward() alone, and gone once they are dropped. To scale or clip them call "
-            "geartrain.clip_grad_norm_(parameters, rows, max_norm)"
+            f"the gradient of the rows of table {update.name!r} was replaced; only backward() makes it, and a dropped "
+            "one does not come back. To scale or clip it call geartrain.clip_grad_norm_(parameters, rows, max_norm)"
         )
 
     def register_hook(self, hook: Any) -> Any:

@@ -69,8 +69,8 @@ def back_up_authority(folder: Path, backup: Path, passphrase: str) -> None:
     """
     if len(passphrase) < _SHORTEST_PASSPHRASE:
         raise ConfigError(
-            f"the passphrase has {len(passphrase)} characters; it must have {_SHORTEST_PASSPHRASE}: who finds it out "
-            "is everybody in the cluster"
+            f"the passphrase has {len(passphrase)} characters; it must have at least {_SHORTEST_PASSPHRASE}: whoever "
+            "guesses it can act as any role of the cluster"
         )
     (ca, *_), key = _authority(folder)
     if backup.exists():
@@ -196,7 +196,7 @@ def create_private_folder() -> None:
 
 
 def _hand_over(authority: Path, folder: Path, *, serving: bool) -> None:
-    """Make a folder trust the authorities that the authority's folder trusts; if ``serving``, tokens, too."""
+    """Make a folder trust the authorities that the authority's folder trusts; if ``serving``, its tokens, too."""
     _believe(folder, _authority(authority)[0])
     if not serving or folder.resolve() == authority.resolve():
         return
@@ -240,8 +240,8 @@ def _believe(folder: Path, authorities: list[x509.Certificate]) -> None:
     for other in x509.load_pem_x509_certificates(before) if before else ():
         if foreign := {name.cluster for name in names_of(other)} - of:
             raise ConfigError(
-                f"{path} is of cluster {min(foreign)!r}, and the authority of {min(of)!r}: nobody there would believe "
-                f"it; make one of that name ('geartrain certs init --cluster {min(foreign)}')"
+                f"{path} trusts cluster {min(foreign)!r}, and the authority is of cluster {min(of)!r}, which nobody "
+                f"there trusts; make one of that name ('geartrain certs init --cluster {min(foreign)}')"
             )
     for ca in authorities:
         if (own := ca.public_bytes(Encoding.PEM)) not in trusted:

@@ -82,12 +82,12 @@ class Launcher:
         """Store the settings; :meth:`start` starts the processes.
 
         Args:
-            config: of the whole cluster; each server gets its shards, and its own port if one is given.
+            config: settings of the whole cluster; each server gets its shards, and its own port if one is given.
             on_line: called with every log line of every child, on threads of their own.
             more: roles to start when all shards serve; allowed are those with ``in_up`` in the registry.
             restart: whether to restart roles that die.
-            dashboard: host:port of a page that shows the cluster; None: no page. The cluster goes on however often it
-                dies.
+            dashboard: host:port of a page that shows the cluster; None: no page. The cluster runs on
+                if it dies.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -101,8 +101,8 @@ class Launcher:
             )
         if config.server.ports is not None and self._num_servers > 1:
             raise ConfigError(
-                f"server.ports is {list(config.server.ports)}, those of one server out of {self._num_servers}; "
-                "leave it out, or start the servers one by one with 'geartrain server'"
+                f"server.ports is {list(config.server.ports)}, the ports of one server, for {self._num_servers} "
+                "servers; leave it out, or start the servers one by one with 'geartrain server'"
             )
         self._server = config.server
         self._listen = {name: str(getattr(config, name).listen) for name in (_SCHEDULER, *more)}

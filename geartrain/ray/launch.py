@@ -71,12 +71,12 @@ def cluster(
     program has.
 
     Args:
-        num_shards: of the cluster; None: ``scheduler.num_shards`` of ``config``.
+        num_shards: shards of the cluster; None: ``scheduler.num_shards`` of ``config``.
         workers: number of processes that :meth:`RayCluster.run` starts.
-        gpus_per_worker: of Ray's resources, for each worker.
-        cpus_per_worker: of Ray's resources, for each worker.
-        cpus_per_shard: of Ray's resources, for each process that holds shards (``server.shards`` of them).
-        port: of the scheduler; 0: a free one.
+        gpus_per_worker: GPUs that each worker reserves at Ray.
+        cpus_per_worker: CPUs that each worker reserves at Ray.
+        cpus_per_shard: CPUs that each process with shards reserves at Ray (``server.shards`` shards each).
+        port: port of the scheduler; 0: a free one.
         more: further roles, as ``"graph"``, on the scheduler's node.
         max_restarts: number of restarts of an actor; -1: unlimited, 0: none.
         insecure: Allow other machines to reach roles without certificates: any process there can read all rows.

@@ -103,7 +103,9 @@ class HttpQuestions:
                     if self._rates is not None and (wait := self._rates.wait(client)):
                         raise RefusedRequest(429, self._rates.sentence(wait), wait)
                     if self._under_way >= self.limits.max_requests:
-                        raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
+                        raise RefusedRequest(
+                            503, f"{self._under_way} requests are in progress, the most; ask again", 1.0
+                        )
             except GeartrainError as exc:
                 await refusal(exc, scope["path"])(scope, receive, sent)
             else:

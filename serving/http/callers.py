@@ -34,7 +34,7 @@ class Callers:
 
         Args:
             listen: address of the service.
-            folder: of certificates; None: without, and then only names of this host are accepted.
+            folder: folder of certificates; None: no certificates, and only names of this host are accepted.
             origins: other web origins that may send requests.
             is_open: accept any host name (``insecure``): others may give this host names of their own.
         """
@@ -66,7 +66,7 @@ class Callers:
             raise RefusedRequest(421, f"this service is not called {host!r}; ask it by its address or as localhost")
         origin = request.headers.get("origin")
         if not (origin is None or origin in self.origins or origin.partition("://")[2] == host):
-            raise RefusedRequest(403, f"pages of {origin!r} may not ask here; serve.origins names those that may")
+            raise RefusedRequest(403, f"pages of {origin!r} may not send requests; serve.origins lists those that may")
         client = "" if request.client is None else request.client.host
         request.scope[_GRANT] = None
         if self._tokens is None or not self._tokens.are_wanted or request.url.path in OPEN_PATHS:
@@ -153,7 +153,7 @@ class Limits:
         """Raise RefusedRequest if a request has too many items."""
         if items > self.max_items:
             raise RefusedRequest(
-                413, f"the request has {items:,} items, the most is {self.max_items:,}; ask in several requests"
+                413, f"the request has {items:,} items, the most is {self.max_items:,}; send several requests"
             )
 
     def _too_long(self, length: str) -> RefusedRequest:

@@ -76,7 +76,7 @@ def _paths(catalog: Catalog) -> Iterator[tuple[str, Any]]:
             f"{path}/canary",
             {
                 "post": _asked(
-                    "Give a part of the questions to another version.", _CANARY, example={"version": 1, "share": 0.1}
+                    "Send a part of the requests to another version.", _CANARY, example={"version": 1, "share": 0.1}
                 )
             },
         )

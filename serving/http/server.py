@@ -55,11 +55,11 @@ class HttpServer:
             app: an ASGI app with lifespan.
             listener: closed when the server ends.
             host: host part of :attr:`address`.
-            name: of the thread.
+            name: name of the thread.
             tls: None: without TLS.
             each_second: called on the event loop.
             headers_seconds: longest time for the headers of a request.
-            grace_seconds: for requests in progress when the server stops.
+            grace_seconds: time for requests in progress when the server stops.
             connections: most connections; further ones are closed.
             take_seconds: longest time for a client to read its answer.
         """

@@ -52,15 +52,15 @@ class QuestionPictures:
         self._pixels += pixels
         if self._pixels > MOST_PIXELS:
             raise InvalidArgument(
-                f"the pictures up to {where} have more than {MOST_PIXELS:,} pixels together; scale them down, or ask "
-                "in several requests"
+                f"the pictures up to {where} have more than {MOST_PIXELS:,} pixels together; scale them down, or send "
+                "them in several requests"
             )
         if self._pixels > QUICK_PIXELS:
             require_time()
         if pixels > LARGE_PIXELS:
             if not _places.acquire(blocking=False):
                 raise Busy(
-                    f"{MAX_LARGE} questions with pictures of more than {LARGE_PIXELS:,} pixels are under way; scale "
+                    f"{MAX_LARGE} requests with pictures of more than {LARGE_PIXELS:,} pixels are under way; scale "
                     "yours down, or ask again in a second"
                 )
             held.callback(_places.release)

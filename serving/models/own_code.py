@@ -22,7 +22,7 @@ def function_of(name: str, whose: str) -> Callable[[list[Any]], Any]:
     """Return the function that the folder ``whose`` names. Raises ConfigError: not trusted, or not importable."""
     if name not in _TRUSTED:
         raise ConfigError(
-            f"{whose} makes its tensors by {name}, which is code of your own: it is run if the service is told so, "
+            f"{whose} makes its tensors by {name}, which is code of your own. It runs only if you name it: "
             f"geartrain serve --preprocessing {name}, or geartrain.serve_app(..., preprocessing={name!r})"
         )
     module, _, function = name.partition(":")

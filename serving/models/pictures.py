@@ -354,7 +354,7 @@ def fields_of(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
     """Return ``body``. Raises InvalidArgument if it has other fields than ``known``."""
     for name in body:
         if name not in known:
-            raise InvalidArgument(f"{quoted(name)} is no field of this question; it takes {' and '.join(known)}")
+            raise InvalidArgument(f"{quoted(name)} is not a field of this request; it takes {' and '.join(known)}")
     return body
 
 

@@ -90,7 +90,7 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
         context = CallContext(stream="s", incarnation=1, sequence=1, shard_incarnation=old)
         late = zombie.write(context, Push(table="t", ids=IDS, gradients=ONES), DEADLINE_SECONDS)
         process.send_signal(signal.SIGCONT)
-        with pytest.raises(errors.ShardUnavailable, match=r"was stopped for .* s and its lease of 1 s ran out"):
+        with pytest.raises(errors.ShardUnavailable, match=r"was stopped for .* s, and its lease of 1 s ran out"):
             late.result(DEADLINE_SECONDS)
         refused.set()
         _, log = process.communicate(timeout=DEADLINE_SECONDS)

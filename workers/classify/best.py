@@ -67,7 +67,7 @@ class BestModel(BestValidation[Validation]):
         )
 
     def consider(self, step: int, centers: str) -> Validation:
-        """Validate the present model, and store it if none was better; of equal ones the later."""
+        """Validate the present model, and store it if none was better; it replaces an equal one."""
         top1, images = self._look(step, centers)
         look = Validation(step=step, centers=centers, validation_top1=top1, images=images)
         is_better = self.compare(look)

@@ -82,6 +82,6 @@ def worse_than_guessing(top1: float, labels: Tensor) -> str | None:
     if top1 >= commonest:
         return None
     return (
-        f"That is worse than naming always the commonest class, which {commonest:.4f} of the images are: train for "
-        "more steps, set another learning rate (--set lr=RATE), or look whether the folders are the classes"
+        f"That is worse than always naming the commonest class, which {commonest:.4f} of the images have: train for "
+        "more steps, set another learning rate (--set lr=RATE), or check that the folders are the classes"
     )

@@ -102,15 +102,15 @@ class ClickBatches(ABC):
         return False
 
     def settle(self) -> bool:
-        """Close, and wait until the scheduler neither saves nor restores the job; whether it keeps it."""
+        """Close, and wait while the scheduler saves or restores the job; return whether it restores it after a loss."""
         return False
 
     def reopen(self) -> bool:
-        """Read on from where the scheduler has restored the job to; False: it does not keep it."""
+        """Read on from where the scheduler restored the job to; False: it does not restore it."""
         return False
 
     def wait_alone(self) -> None:  # noqa: B027
-        """Release what is not read, and wait until no other worker reads the samples of the job."""
+        """Release unread samples, and wait until no other worker reads the samples of the job."""
 
     def close(self) -> None:  # noqa: B027
         """Release samples that are not read, to other workers."""

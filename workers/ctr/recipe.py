@@ -125,7 +125,7 @@ class CtrRecipe(EmbeddingRecipe):
         super().__post_init__()
         if self.prefetch and self.shares:
             raise ConfigError(
-                f"prefetch is {self.prefetch} and mode is {self.mode}, where idle cores take further workers "
+                f"prefetch is {self.prefetch} and mode is {self.mode}, in which idle cores are for further workers "
                 "(--join RUN): leave prefetch out, or take mode=sync"
             )
 

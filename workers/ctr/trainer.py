@@ -209,8 +209,8 @@ class ClickTrainer(EmbeddingTrainer):
         is_streamed = is_own(source) and not recipe.reads_events
         if recipe.features and not is_streamed:
             raise ConfigError(
-                "features are said of samples of one's own whose histories are columns; leave them out, say which "
-                "column is the history (features.NAME.history_of=item), or history=0 and a model without one: deepfm, "
+                "features are for your own samples whose histories are columns; leave features out, say which column "
+                "is the history (features.NAME.history_of=item), or take history=0 and a model without one: deepfm, "
                 "wide_deep or dssm"
             )
         if not is_streamed:
@@ -245,8 +245,8 @@ class ClickTrainer(EmbeddingTrainer):
             super().restore(state)
         if self.samples.identity and "files" not in state.data:
             raise ConfigError(
-                "the run was begun by a version that held other samples of files out: go on with that one, or start a "
-                "new run"
+                "an earlier version of Geartrain began the run, and held out other samples of files: go on with that "
+                "version, or start a new run"
             )
         if state.data.get("files", "") != self.samples.identity:
             raise ConfigError(
@@ -533,7 +533,7 @@ def _topic_samples(source: str, recipe: CtrRecipe, state: JobState | None, *, jo
     if recipe.prefetch:
         raise ConfigError(f"prefetch is {recipe.prefetch}, and a topic is read as its messages come; leave it out")
     if recipe.validation:
-        raise ConfigError("validation is true, and of a topic nothing is held out to choose by; leave it out")
+        raise ConfigError("validation is true, and no samples of a topic are held out for it; leave it out")
     if recipe.fold:
         raise ConfigError(f"fold names {recipe.fold[0]!r}; of a topic give --set features.{recipe.fold[0]}.hash=fold")
     features, ends = recipe.features, None

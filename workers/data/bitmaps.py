@@ -87,7 +87,7 @@ class Preprocessing:
 def flatten(picture: Image.Image, *, keeps_range: bool = True) -> Image.Image:
     """Return the picture without transparency, as on white paper, in a mode of 8 bits.
 
-    16-bit greys keep their shade, unless ``keeps_range`` is false; other ranges are stretched to their own.
+    16-bit greys keep their shade, unless ``keeps_range`` is false. Other ranges are stretched to full contrast.
     """
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         colours = picture.convert("RGBA")

@@ -68,7 +68,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
                     told = _label(archive, member, where)
                     if None not in (told, label) and told != label:
                         raise InvalidArgument(
-                            f"{where} tells class {told!r:.80}, another member {label!r:.80}; give one class a sample"
+                            f"{where} has class {told!r:.80}, another member {label!r:.80}; give one class a sample"
                         )
                     label = told if label is None else label
             end = archive.offset
@@ -103,7 +103,7 @@ def _whole(shard: Path, key: str, label: str | None, picture: Picture | None) ->
 def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str | None:
     """Return the class in a member; None for a JSON object without one."""
     if member.size > _LARGEST_LABEL_BYTES:
-        raise InvalidArgument(f"{where} has {member.size:,} bytes; a class is told in at most {_LARGEST_LABEL_BYTES:,}")
+        raise InvalidArgument(f"{where} has {member.size:,} bytes; a label has at most {_LARGEST_LABEL_BYTES:,}")
     file = archive.extractfile(member)
     data = b"" if file is None else file.read()
     if len(data) != member.size:
@@ -115,7 +115,7 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str
             return None if found is None else _class_of(found)
         text = data.decode().strip()
     except (ValueError, TypeError, OverflowError, RecursionError) as exc:
-        raise InvalidArgument(f"{where} tells no class: {exc}") from exc
+        raise InvalidArgument(f"{where} has no class: {exc}") from exc
     if not text:
         raise InvalidArgument(f"{where} is empty; it must hold the class of its picture")
     return text

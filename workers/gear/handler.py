@@ -167,7 +167,7 @@ class SlowGearHandler:
                     self._lost[family_of(delivery.source)] = delivery.lost
                 self._engine.apply_soon(wait=wait)
             except StateFailed as exc:  # another slow gear takes its place
-                raise GearUnavailable(f"slow gear {self._process} takes no gradients any more: {exc}") from exc
+                raise GearUnavailable(f"slow gear {self._process} accepts no more gradients: {exc}") from exc
         return DeliveryAck(
             account=self._account(family_of(delivery.source)),
             dense_version=self._engine.dense_version,
@@ -179,7 +179,7 @@ class SlowGearHandler:
         """Raise StaleClient if it can neither count nor apply gradients any more, so that another slow gear should have
         its partitions."""
         if (torn := self._engine.batcher.torn) is not None:
-            raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
+            raise StaleClient(f"slow gear {self._process} no longer knows its counts of gradients: {torn!r}")
 
     def follow_restore(self) -> None:
         """Start again over a restored dense table, if an update has found one."""
@@ -261,7 +261,7 @@ class SlowGearHandler:
         """Take over the account of a slow gear that leaves. Idempotent."""
         self._require_name(left.name)
         if not left.process:
-            raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
+            raise InvalidArgument("process is empty; it must be that of the slow gear that shuts down")
         with self._changed:
             self._taken_over[left.process] = dict(left.accounts)
         logger.info("slow gear %s has left and handed its account over", left.process)

@@ -127,5 +127,5 @@ def serve_job_metrics(address: str | None, say: Callable[[str], None]) -> Iterat
         return
     require_private("--metrics", address, insecure=False)
     with serve_metrics(address, COUNTERS.metrics, "worker", Credentials.mine(address)) as port:
-        say(f"Prometheus is told at {port.address} what this job counts")
+        say(f"Metrics of this job for Prometheus: {port.address}")
         yield

@@ -60,7 +60,7 @@ class Publisher:
                 together; in a cluster the first rank alone publishes.
             folder: A folder or URL of its own, which the shards see as this process does.
             preprocessing: How pictures become bitmaps.
-            class_names: Of each class, or by its id; read at each version, so that new ones may be added. None: ids.
+            class_names: Name of each class, or by its id; read for each version: new ones may be added. None: ids.
             increments: Versions of only the changes, between two of all rows.
             keep: Versions that stay, with those they build on.
 

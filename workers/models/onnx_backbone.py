@@ -185,8 +185,8 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
         num_images += len(torch_features)
     if not largest <= TOLERANCE:
         raise InvalidArgument(
-            f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "
-            "nothing was written. Does it draw random numbers, or round?"
+            f"features of onnxruntime differ from the backbone's by {largest:.2g} of their length, more than "
+            f"{TOLERANCE:g}; nothing was written. Does the backbone draw random numbers, or round?"
         )
     return Parity(images=num_images, largest_distance=largest, max_error=error, takes=exported.takes)
 

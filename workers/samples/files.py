@@ -173,7 +173,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
             cluster: Its scheduler stores the job's cursors.
             job: Name of the job; the workers of a job read the same files with the same settings.
             worker: Name of this worker, unique in the job.
-            epochs: Of the job, in all; None: endless.
+            epochs: Epochs of the job, in all; None: endless.
             num_workers: Expected workers: samples are reserved for them for one lease after the first.
             num_streams: Parts of the samples, and so the most workers.
             incarnation: As in ``Cluster.streams``.
@@ -375,9 +375,9 @@ class CsvSamples(FileSamples):
             seed: As there; it shuffles blocks of lines.
             window_rows: As there.
             drop_last: As there.
-            delimiter: Between values; default for ``.tsv``: tab.
-            list_delimiter: Between the values of a list, in a column of a list type.
-            names: Of the columns; None: the first line names them.
+            delimiter: Text between values; default for ``.tsv``: tab.
+            list_delimiter: Text between the values of a list, in a column of a list type.
+            names: Names of the columns; None: the first line has them.
             block_bytes: Bytes of lines that are read at once.
             dedup: As there.
             late_labels: As there.

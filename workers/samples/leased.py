@@ -288,9 +288,9 @@ class LeasedSamples(Iterator[SampleBatch]):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other worker read while the block lasts, as every batch is in the rows and in :meth:`cursors`, or in
-        neither: for a snapshot's moment. Waits for batches of others. Use it where this worker has committed its own;
-        once this is closed it does nothing.
+        """Let no other worker read while the block lasts, so that a snapshot has each batch both in the rows and in
+        :meth:`cursors`, or in neither. Waits for batches of others. Enter it with this worker's batches committed;
+        after :meth:`close` it does nothing.
         """
         with self._lock:
             self.has_others, is_asked = False, False
@@ -403,8 +403,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._lose()
 
     def _end(self) -> None:
-        """Close, as all samples are committed; have a job that the scheduler restores saved first, as nobody would read
-        again what is lost later.
+        """Close, as all samples are committed. A job that the scheduler restores is saved first: after the close,
+        nobody reads again the samples that a restore loses.
         """
         renewal = self._renew(NOTHING) if self._is_restored else None
         if self._is_restored and renewal is None:

@@ -62,7 +62,7 @@ class TablePlan:
             self.spec.optimizer.for_push(scalars)
             checked = self._checked_scalars = dict(scalars)
         if not math.isfinite(scale):
-            raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+            raise NonFinite(f"scale is {scale!r}; it must be finite. Push nothing for a skipped step")
         return None if lr is None else real_number("lr", lr), scale, checked, options.get("group")
 
     def batch(

@@ -181,6 +181,6 @@ def _open(folder: Place) -> Snapshot:
     except SnapshotError as exc:
         if inside := [listed.name for listed in list_snapshots(folder)]:
             raise SnapshotNotFound(
-                f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
+                f"{folder} is not a snapshot, but a folder of snapshots: {', '.join(inside[:5])}; give one of them"
             ) from exc
         raise

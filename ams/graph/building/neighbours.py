@@ -113,8 +113,8 @@ class NeighbourTable:
         The distinct labels are always chosen and enlarge the budget if they are more. Then come their neighbours in
         order of rank (rank 0 of every distinct label, labels ascending, then rank 1 of every one, …), each class once,
         until ``budget`` are chosen; then ``ams.kernels.ops.sample_ids`` of all classes under (seed, step)
-        fills up. From Algorithm 1 of the 100-million-class paper, section 3.2.1; the ranks, so that a cut takes the
-        least similar.
+        fills up. From Algorithm 1 of the 100-million-class paper, section 3.2.1; in order of rank, so that a cut drops
+        the least similar.
 
         Args:
             labels: int64 [B], any order, repeats allowed; without labels all classes are sampled.
@@ -126,8 +126,8 @@ class NeighbourTable:
             int64 [max(min(budget, C), distinct labels)], ascending.
 
         Raises:
-            InvalidArgument: ``budget`` is below 1, or the table is a part of one.
-            InvalidIds: a label is no int64 or outside [0, C).
+            InvalidArgument: ``budget`` is below 1, or the table has a part of the lists.
+            InvalidIds: a label is not an int64, or lies outside [0, C).
         """
         if self.total is not None:
             raise InvalidArgument(

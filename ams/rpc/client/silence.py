@@ -162,7 +162,7 @@ def _start_checking() -> None:
         try:
             _looker.start()
         except RuntimeError as exc:  # as in ask
-            logger.debug("nobody looks after silent roles: %s", exc)
+            logger.debug("silent roles are not watched: %s", exc)
 
 
 def _check_loop() -> None:

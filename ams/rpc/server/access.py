@@ -157,7 +157,7 @@ class Access(grpc.ServerInterceptor):
         if time.time() >= until or not names:
             why, code = "its certificate ran out, or is of another cluster", grpc.StatusCode.UNAUTHENTICATED
         elif not self._mine.trusts(pem, chain):
-            why, code = "its certificate is of an authority that is believed no more", grpc.StatusCode.UNAUTHENTICATED
+            why, code = "its certificate is of an authority that is no longer trusted", grpc.StatusCode.UNAUTHENTICATED
         elif not (able := [name for name in names if path in self._asks or name.role in CALLERS.get(path, ())]):
             why, code = "not its role", grpc.StatusCode.PERMISSION_DENIED
         elif path in _OF_A_SHARD and not {ANY_NUMBER, _shard_of(path, request)}.intersection(n.number for n in able):
@@ -171,7 +171,7 @@ class Access(grpc.ServerInterceptor):
             if text and not self._has_warned and not self.tokens.are_wanted:
                 self._has_warned = True
                 logger.warning(
-                    "%s shows a token, which bounds nothing: there is no token.pub in security.folder of this role; "
+                    "%s shows a token, which limits nothing: there is no token.pub in security.folder of this role; "
                     "copy it there from where the token was made ('geartrain certs renew')",
                     caller["peer"],
                 )

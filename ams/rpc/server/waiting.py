@@ -131,7 +131,7 @@ class WaitingCalls:
             self._waiting.pop(call, None)
 
     def _notify(self) -> None:
-        pending = StepPending("other ranks of the sync group have not pushed yet; ask again")
+        pending = StepPending("other ranks of the sync group have not pushed yet; retry")
         while True:
             with self._changed:
                 while not (self._waiting or self._is_closed):

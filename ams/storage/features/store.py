@@ -111,7 +111,7 @@ class Seals:
     def unseal(self, ids: Ids, sealed: Sequence[bytes | None]) -> tuple[list[bytes | None], int]:
         """Return the values, None where there is none or a damaged one, and how many are damaged.
 
-        About 0.25 µs a record of 272 bytes.
+        Takes about 0.25 µs a record of 272 bytes.
         """
         digest = xxhash.xxh3_64_digest
         values = [

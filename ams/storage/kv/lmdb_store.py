@@ -1,8 +1,8 @@
 """Small state in LMDB: one write transaction a change, synced before the call returns.
 
-LMDB checks nothing that it reads. So beside the seal of each value there is a record of how many keys there are and
-of the sum of their checksums, which finds keys that are gone; and a file of a few bytes, ``revision``, written after
-each transaction, which finds a store that fell back to an older one.
+LMDB checks nothing that it reads. So each value has a seal. A record of the number of keys and the sum of their
+checksums shows that keys are gone. A file of a few bytes, ``revision``, written after each transaction, shows that the
+store fell back to an older one.
 """
 
 from __future__ import annotations

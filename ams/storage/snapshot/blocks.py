@@ -230,7 +230,7 @@ def _labels_in(data: bytes) -> dict[str, str] | None:
 
 
 def _whose(data: bytes, entry: FileEntry) -> str:
-    """Words for a file that was put in the place of another, or none."""
+    """Return words for a file that was put in the place of another; empty if it was not."""
     labels = _labels_in(data) or {}
     try:
         says = (labels["kind"], labels["table"], int(labels["shard"]), int(labels["index"]))

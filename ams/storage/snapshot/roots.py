@@ -51,7 +51,7 @@ class SnapshotRoots:
     def resolve(self, named: str, user: Callable[[], int | None]) -> str:
         """Return the place that a peer names, without symbolic links and ``..``; ``user`` says whose process it is.
 
-        Raises InvalidArgument for what can be no place of a snapshot, and SnapshotRefused for one outside the roots;
+        Raises InvalidArgument unless it can be the place of a snapshot, and SnapshotRefused for one outside the roots;
         neither depends on what is there.
         """
         shown = repr(named[:_MAX_SHOWN])

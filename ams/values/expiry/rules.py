@@ -222,15 +222,15 @@ def expiry_rule(function: RuleFunction) -> RuleFunction:
 def import_rules(modules: Iterable[str]) -> None:
     """Import the modules of a server's expiry rules. Raises ConfigError for one that has none."""
     for module in modules:
-        why = "it has no function below @gt.expiry_rule"
+        why = "it has no function decorated with @gt.expiry_rule"
         try:
             importlib.import_module(module)
         except Exception as exc:  # whatever the user's module raises
             why = f"{type(exc).__name__}: {exc}"
         if not any(name.startswith(f"{module}:") for name in _FUNCTIONS):
             raise ConfigError(
-                f"rule_modules names {module!r}, which gives no rule here: {why}; give the module whose functions "
-                "stand below @gt.expiry_rule, installed where the server runs or in a folder on PYTHONPATH"
+                f"rule_modules names {module!r}, which defines no rule here: {why}; name a module with functions "
+                "decorated with @gt.expiry_rule, installed where the server runs or in a folder on PYTHONPATH"
             )
 
 
@@ -240,8 +240,8 @@ def _function(entry_point: str) -> Callable[[RowBlock], Any]:
         known = ", ".join(sorted(_FUNCTIONS)) or "none"
         module = entry_point.partition(":")[0]
         raise InvalidArgument(
-            f"expiry rule {entry_point} is not known here (known: {known}); define the function at the top of {module} "
-            f"below @gt.expiry_rule, and start the servers with --rule-modules {module} (server.rule_modules; for "
+            f"expiry rule {entry_point} is not known here (known: {known}); decorate a function at the top of {module} "
+            f"with @gt.expiry_rule, and start the servers with --rule-modules {module} (server.rule_modules; for "
             f"gt.local(), import {module} first). No code is imported because a client or a snapshot names it"
         )
     return found

@@ -133,7 +133,7 @@ class RowOptimizerSpec:
         for name in scalars:
             require(
                 name in own and name != "lr",
-                f"{self.name} has no {quoted(name)} that a push may carry; it has "
+                f"a push for {self.name} cannot carry {quoted(name)}; it can carry "
                 + ", ".join(scalar for scalar in own if scalar != "lr"),
             )
         optimizer = self.from_scalars({**own, **scalars})

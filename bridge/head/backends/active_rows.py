@@ -155,16 +155,16 @@ class DeviceActive:
             return self if self.numbers_A is None else other
         if is_capturing(self.device):
             raise InvalidArgument(
-                "micro-batches of one step have different active classes, of which the host asks how many they are "
-                "together, and so are for no CUDA graph; capture steps of one batch, or of FullSoftmax()"
+                "micro-batches of one step have different active classes, and the host must learn how many they are "
+                "together, which a CUDA graph cannot capture; capture steps of one batch, or of FullSoftmax()"
             )
         parts = [active.trimmed().numbers_A for active in (self, other)]
         numbers = torch.unique(torch.cat([part for part in parts if part is not None]))
         return DeviceActive(len(numbers), numbers, self.device)
 
     def fills(self, union: LocalActive) -> bool:
-        """Return as :class:`HostActive`; False for a padded set, whose size only the device knows, unless both share
-        their row numbers."""
+        """Return the result of :class:`HostActive`; False for a padded set, whose size only the device knows, unless
+        both share their row numbers."""
         assert isinstance(union, DeviceActive), "those of one step are of one kind"
         return self.num == union.num and (self.count is None or self.numbers_A is union.numbers_A)
 

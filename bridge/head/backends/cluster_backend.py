@@ -143,7 +143,7 @@ class ClusterBackend(ABC):
 
     @abstractmethod
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return as :meth:`RowBackend.predict`."""
+        """Return the result of :meth:`RowBackend.predict`."""
 
     def _samples(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: SyncRanks | None

@@ -183,7 +183,7 @@ def _parts_of(batch: object) -> tuple[Any, Tensor, Tensor | None]:
         found = f"a {type(batch).__name__}"
     raise InvalidArgument(
         f"a batch of the loader is {found}; it must be (images, labels) or (images, labels, weights), where images are "
-        "what the backbone takes: a tensor, a tuple of tensors or a dict of them. Give what makes such of yours, as in "
+        "what the backbone takes: a tensor, a tuple of tensors or a dict of them. Convert your batches, as in "
         "((batch['image'], batch['label']) for batch in loader)"
     )
 

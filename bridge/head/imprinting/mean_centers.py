@@ -60,7 +60,7 @@ class CenterMaker:
 
         ``lengths`` is the sum of the lengths of all these features, ``num_live_classes`` counts the classes that live
         when they are written, ``are_made`` says which ids are among them. Pulls up to 32 MiB of the other rows,
-        unless these classes are most of all, or rows have not moved since most were made.
+        unless these are at least half of all classes, or the rows have not moved since such a half was made.
         """
         num, total_D, of_sums = 0, torch.zeros(()), 0.0
         for sums_SD in sums:

@@ -68,7 +68,7 @@ class CompiledPass:
     spreads_operations = False
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
-        """Return as :func:`pass_for`."""
+        """Take the arguments of :func:`pass_for`."""
         self._batch = batch
         self._common_D = batch.common_gradient(weights_B)
         self._compiled = ClassPass(
@@ -169,7 +169,7 @@ class TensorPass:
     over_all = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
-        """Return as :func:`pass_for`."""
+        """Take the arguments of :func:`pass_for`."""
         self._batch = batch
         self._weights_B = weights_B
         self._dim = batch.features_BD.shape[1]

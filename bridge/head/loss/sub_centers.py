@@ -80,7 +80,7 @@ def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
 def dominant_centers(
     table: ReadableTable, batches: Iterable[tuple[Tensor, Tensor, Tensor]], sub_centers: int
 ) -> Tensor:
-    """Return as ``ClassHead.dominant_centers``; ``batches`` are those of ``features_of``."""
+    """Return the result of ``ClassHead.dominant_centers``; ``batches`` are those of ``features_of``."""
     num_classes = table.spec.num_rows or 0
     counts_CK = np.zeros((num_classes, sub_centers), np.float32)
     for features_ND, labels_N, weight_N in batches:
@@ -121,8 +121,8 @@ def initial_rows(spec: TableSpec, ids: Ids) -> np.ndarray:
 
 
 def whole_rows(spec: TableSpec, ids: Ids, centers_ND: Tensor) -> np.ndarray:
-    """Return rows of the table's layout from centers [N, D] in its dtype: with a bias of zero where rows have biases;
-    where they have several centers these are the first, and the others have their initial values."""
+    """Return rows in the table's layout and dtype from centers [N, D]. A bias is 0. Of several centers of a class, the
+    given one is the first, and the others have their initial values."""
     dim = centers_ND.shape[1]
     if spec.dim <= dim + 1:
         return as_numpy(with_zeros(centers_ND, spec.dim))

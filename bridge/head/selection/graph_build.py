@@ -99,7 +99,7 @@ def build_graph(rows: GraphRows, k: int, progress: OnPairs | None, cancelled: Ca
 
 
 def built_for_all(ranks: Communicator | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
-    """Return on every rank the graph that rank 0 builds; ranks that hold the rows build together."""
+    """Return on every rank the graph that rank 0 builds; without ``ranks``, that of ``build``, which is collective."""
     if ranks is None:
         return build()
     built: list[NeighbourTable] = []

@@ -24,7 +24,7 @@ OnPairs = Callable[[int, int], None]
 
 
 class RankGraphs:
-    """Builder of one graph after the other, on threads or not; ranks use a process group of their own for it."""
+    """Builder of graphs, one at a time, on a thread or not; the ranks use a process group of its own."""
 
     def __init__(self, table: DeviceRows) -> None:
         """Create the process group; collective."""
@@ -40,8 +40,8 @@ class RankGraphs:
     def freeze(self, ids: Ids | None = None, *, beside_training: bool = False) -> FrozenRows:
         """Copy the current rows: 4·L·D bytes of the host, 2·L·D more if they have 16 bits. Waits for the device.
 
-        ``ids`` (None: all), ascending and the same on every rank, are the graph's classes; it numbers them by their
-        places in ``ids``.
+        ``ids`` (None: all), ascending and the same on every rank, are the graph's classes; the graph numbers
+        them by their places in ``ids``.
         """
         table = self.table
         rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1]).detach().cpu()

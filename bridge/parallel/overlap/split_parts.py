@@ -169,13 +169,13 @@ class _FeatureGradients:
         self._summed: SummedParts | None = None
 
     def start(self, by_features_BD: Tensor) -> None:
-        """Start to sum them, the last micro-batch's first."""
+        """Start to sum the gradients, the last micro-batch's first."""
         assert self.sizes is not None
         order = reversed(range(self.sizes.num_parts))
         self._summed = SummedParts(self._link, self.sizes, by_features_BD, order)
 
     def collect(self, part: int) -> Tensor:
-        """Return those of a micro-batch [S, D], scaled as in ``travel.py``. Raises RankLost."""
+        """Return the gradients of a micro-batch [S, D], scaled as in ``travel.py``. Raises RankLost."""
         assert self._summed is not None
         own_SD = self._summed.collect(part)
         return own_SD * self._link.world_size if self._link.world_size > 1 else own_SD

@@ -157,7 +157,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
     Do not trace the first step, which allocates. Tracing adds some microseconds to each operation.
 
     Args:
-        path: Of the file; its folder must exist.
+        path: Path of the file; its folder must exist.
         process_group: The ranks; None: all of them, or this process alone without torch.distributed.
 
     Raises:

@@ -115,17 +115,17 @@ def plan_classifier(
     Args:
         backbone: Returns features [B, D] of images; best on the meta device.
         images: An example [n, …]; only its shape and dtype count.
-        num_classes: Of the head.
+        num_classes: Classes of the head.
         dim: Width D of features.
         ranks: Number of ranks that train together.
         batch: Samples of a rank.
         hardware: Rates of the machine.
         select: Which classes of the head are active.
-        row_optimizer: Of the head's rows.
-        config: Its other settings.
-        sub_centers: Of each class.
-        micro_batches: Of a step, as in :class:`MicroBatches`; those of the rivals are not overlapped.
-        sparsity: Of the backbone's gradients, as in :class:`TopKGradients`; of the rivals', too.
+        row_optimizer: Optimizer of the head's rows.
+        config: The head's other settings.
+        sub_centers: Centers of each class.
+        micro_batches: Parts of a step, as in :class:`MicroBatches`; those of the rivals are not overlapped.
+        sparsity: Sparsity of the backbone's gradients, as in :class:`TopKGradients`; of the rivals', too.
         compare: Whether ``reasons`` has the costs of the rivals from :func:`auto_plan`: the same backbone and an
             ``nn.Linear`` with cross entropy, replicated, split and sharded, with every class active in every step.
 

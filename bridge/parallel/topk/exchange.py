@@ -144,8 +144,8 @@ class GradientExchange:
         """Raise InvalidArgument after a failed step."""
         if self._broken:
             raise InvalidArgument(
-                "an earlier step of TopKGradients failed on some rank, and what it had taken out of the residuals is "
-                "gone: call load_state_dict() on every rank before the next backward()"
+                "an earlier step of TopKGradients failed on some rank, and the elements that it took from the "
+                "residuals are lost: call load_state_dict() on every rank before the next backward()"
             )
 
     def _stepped(self, *_: object) -> None:

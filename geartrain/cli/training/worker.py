@@ -234,7 +234,7 @@ def train(
         raise ConfigError(f"--graph is {graph}, but the rows are in this process; give --scheduler, or no --graph")
     if continues and (resume is not None or overwrite):
         other = "--overwrite" if overwrite else "--resume"
-        raise ConfigError(f"--continue goes on with a run or begins it, {other} does one of both; give one of the two")
+        raise ConfigError(f"--continue goes on with a run or begins it, {other} does one of these; give one of the two")
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     if joins is not None and (goes_on or overwrite or out is not None or settings or recipe is not None):

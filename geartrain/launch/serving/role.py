@@ -91,7 +91,7 @@ def _require_startable(told: ServeConfig) -> None:
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")
     if told.part is not None and told.parts:
-        raise ConfigError(f"part is {told.part!r} beside parts; a service has class rows of its own, or asks others")
+        raise ConfigError(f"part is {told.part!r}, and parts are set; a service has class rows itself, or asks others")
     for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "part", "backbone")}.items():
         for name in names if getattr(told, needed) is None else ():
             if (value := getattr(told, name)) != ServeConfig.model_fields[name].default:

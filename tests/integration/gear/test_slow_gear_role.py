@@ -266,7 +266,7 @@ def test_one_that_lost_count_leaves_its_ids_to_others(gears: GearCluster, monkey
             patch.setattr(BatchState, "waiting_ids", lambda *_: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
                 torn._flush()
-        assert torn.wait(20) and "cannot tell any more what it has counted" in str(torn.stop_reason)
+        assert torn.wait(20) and "no longer knows its counts of gradients" in str(torn.stop_reason)
         gears.start_gear(**NOW)
         torn.stop(0)
         image(torch.tensor([1, 2])).sum().backward()

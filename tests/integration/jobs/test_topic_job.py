@@ -116,7 +116,7 @@ def test_what_is_wrong_with_a_topic_is_named(mock: Mock, tmp_path: Path) -> None
         train(mock, out, source=f"kafka:clics@{mock.address}")
     with pytest.raises(BrokerUnavailable, match=r"no broker of topic 'clicks' \(localhost:1\) answered for 0.1 s"):
         train(mock, out, source="kafka:clicks@localhost:1", kafka={"timeout_seconds": 0.1})
-    with pytest.raises(ConfigError, match="tells no schema: name the fields"):
+    with pytest.raises(ConfigError, match="has no schema: name the fields"):
         train(mock, out, features={})
     with pytest.raises(ConfigError, match=r"kind of 'user' is not known.*--set features.user.kind=int64"):
         train(mock, out, features={"user": {}})
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_topic_is_named(mock: Mock, tmp_path: Path) -> None
         train(mock, out, kafka={"max_wait_seconds": 0.0})
     with pytest.raises(ConfigError, match="prefetch is 2, and a topic is read as its messages come; leave it out"):
         train(mock, out, prefetch=2)
-    with pytest.raises(ConfigError, match="validation is true, and of a topic nothing is held out"):
+    with pytest.raises(ConfigError, match="validation is true, and no samples of a topic are held out"):
         train(mock, out, validation=True)
     assert not (out / "snapshots").exists()
 

@@ -159,7 +159,7 @@ def test_a_lost_authority_is_replaced_under_a_training_that_loses_no_step(tmp_pa
             with pytest.raises(AccessDenied):
                 stolen[0].read(["key"])
             stolen[0].close()
-        # What the lost authority issued is believed no more.
+        # Certificates of the lost authority are no longer trusted.
         with (tmp_path / "thief" / CA_FILE).open("ab") as file:  # who believes the new one itself
             file.write((new / CA_FILE).read_bytes())
         identify(str(tmp_path / "thief"))

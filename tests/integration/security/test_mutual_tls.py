@@ -164,7 +164,7 @@ def test_no_rpc_of_any_role_is_open_to(caller: str, roles: tuple[GearCluster, Ma
     assert codes == {known}
 
 
-@pytest.mark.parametrize("how", ["ran out", "is of an authority that is believed no more"])
+@pytest.mark.parametrize("how", ["ran out", "is of an authority that is no longer trusted"])
 def test_no_rpc_of_any_role_is_open_by_an_old_connection_whose_certificate(
     how: str,
     roles: tuple[GearCluster, Mapping[str, str]],
@@ -562,7 +562,7 @@ def test_an_authority_of_another_cluster_is_not_believed_beside_the_own_one(fold
     create_authority(tmp_path / "new", "shop")
     issue(folder, tmp_path, [CLIENT])
     before = (tmp_path / "client.pem").read_bytes()
-    with pytest.raises(ConfigError, match=r"is of cluster 'test', .* of 'shop'.*--cluster test"):
+    with pytest.raises(ConfigError, match=r"trusts cluster 'test', .* of cluster 'shop'.*--cluster test"):
         issue(tmp_path / "new", tmp_path, [CLIENT])
     assert (tmp_path / "client.pem").read_bytes() == before
 

@@ -75,7 +75,7 @@ def test_a_file_is_sent_as_it_is(served: ServedModels) -> None:
         (400, "/v1/models/glyphs/rollback", {"to": -1}, {}, "to is -1; it must be the number of a version"),
         (400, "/v1/models/glyphs/rollback", {"version": 1}, {}, "the body has 'version'; it may have to"),
         (404, "/v1/models/glyphs/rollback", {}, {}, "there is no version of 'glyphs' before 7"),
-        (400, "/v1/models/glyphs/canary", {"version": 8}, {}, "share is None; it must be a part of the questions"),
+        (400, "/v1/models/glyphs/canary", {"version": 8}, {}, "share is None; it must be a part of the requests"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_said_in_a_sentence(
@@ -259,7 +259,7 @@ def test_more_than_can_be_answered_is_refused_and_what_is_under_way_is_answered(
                 f"POST {ECHO} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n".encode()
             )
             assert slow.recv(25).startswith(b"HTTP/1.1 100")
-            assert "3 requests are under way, the most" in served.refused(503, "POST", ECHO, {"numbers": [3]})
+            assert "3 requests are in progress, the most" in served.refused(503, "POST", ECHO, {"numbers": [3]})
             assert served.ask("GET", "/livez").status == 200
         model.may_answer.set()
         assert [first.result(20).status, waits.result(20).status] == [200, 200]

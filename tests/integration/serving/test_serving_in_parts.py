@@ -87,7 +87,7 @@ def test_parts_answer_as_one_index_and_a_lost_one_is_named(running: ExitStack, t
     ("flags", "sentence"),
     [
         (("--part=4/3",), "part is '4/3'; it must be one of so many, as 2/3"),
-        (("--part=1/3", "--parts=localhost:1"), "part is '1/3' beside parts"),
+        (("--part=1/3", "--parts=localhost:1"), "part is '1/3', and parts are set"),
         (("--part=two",), "part is 'two'; it must be one of so many, as 2/3"),
         (("--parts=localhost",), "localhost"),
     ],

@@ -146,7 +146,7 @@ def test_a_canary_becomes_current_by_a_rollback_to_it_or_goes() -> None:
     catalog, _ = catalog_of(10)
     canary = EchoModel(20)
     catalog.add("glyphs", canary, share=0.5)
-    with pytest.raises(InvalidArgument, match="another one"):
+    with pytest.raises(InvalidArgument, match="name another as the canary"):
         catalog.set_canary("glyphs", 10, 0.5)
     with pytest.raises(InvalidArgument, match="share is 2; it must be a part"):
         catalog.set_canary("glyphs", 20, 2)

@@ -116,7 +116,7 @@ def test_torchs_store_is_kept_by_the_scheduler() -> None:
     assert store.multi_get(["key", "count"]) == [b"new", b"5"]
     assert store.delete_key("key") and not store.delete_key("key")
     store.wait(["count"], timedelta(seconds=1))
-    with pytest.raises(dist.DistStoreError, match=r"waited for .* in vain for ranks/key"):
+    with pytest.raises(dist.DistStoreError, match="no value of ranks/key"):
         store.wait(["key"], timedelta(milliseconds=20))
 
 

@@ -45,4 +45,4 @@ def test_a_job_of_images_says_so_at_its_end(tmp_path: Path) -> None:
         steps=1, batch_size=8, width=8, dim=16, look=GREY, held_out=0.25, imprint=False, lr=1e-9, seed=1
     )
     said = said_by(tmp_path / "run", images, recipe)  # centers stay where chance put them
-    assert "That is worse than naming always the commonest class, which 0.1250 of the images are" in said
+    assert "That is worse than always naming the commonest class, which 0.1250 of the images have" in said

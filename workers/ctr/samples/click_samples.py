@@ -106,8 +106,8 @@ def require_free(fields: Collection[str], own: Sequence[str]) -> None:
     """Raise ConfigError for a field with one of a model's ``own`` names."""
     if taken := [name for name in own if name in fields]:
         raise ConfigError(
-            f"the samples have a column {taken[0]!r}, and this model has something of its own of that name (what users "
-            "did before, or nodes of a tree); rename the column"
+            f"the samples have a column {taken[0]!r}, and this model uses that name itself (for histories of users, or "
+            "nodes of a tree); rename the column"
         )
 
 
@@ -124,7 +124,7 @@ def split(
 
     ``random``: the last fifth of a permutation by ``seed`` is tested. ``time``: samples from ``held_out_from`` on, or
     the latest fifth; equal times stay in order. With ``validation`` the training samples are split once more in the
-    same way (by time: their latest fifth), and the others are dropped: to choose settings by.
+    same way (by time: their latest fifth), and the test samples are dropped: use it to choose settings.
 
     With ``history`` > 0 a sample gets so many of the latest events of its user before it. An event is a strictly
     earlier training sample: so a history holds nothing of the future, and no outcome that is to be predicted. ``fresh``
@@ -134,7 +134,7 @@ def split(
     samples held out at random.
     """
     if fresh and kind != "time":
-        raise ConfigError("fresh histories would hold outcomes of a random part that are to be told; take split=time")
+        raise ConfigError("fresh histories would contain the outcomes of samples held out at random; set split=time")
     train, test = _parted(samples, kind, seed, np.arange(len(samples)), samples.held_out_from)
     if validation:
         train, test = _parted(samples, kind, seed + 1, np.sort(train), None)

@@ -43,7 +43,7 @@ class TopicSamples:
         self.kinds = {name: _kind_of(name, of, source) for name, of in features.items() if of.kind != "none"}
         if not self.kinds:
             raise ConfigError(
-                f"{source} tells no schema: name the fields of its messages and their kinds, such as "
+                f"{source} has no schema: name the fields of its messages and their kinds, such as "
                 "--set features.user.kind=int64 --set features.item.kind=string"
             )
         self.fields, self.schema = tuple(self.kinds), schema_of(self.kinds)
@@ -107,7 +107,7 @@ def _kind_of(name: str, said: FeatureSettings, source: str) -> FieldKind:
         raise ConfigError(f"features name {name!r}, which is no field: it is read as what it is; leave it out")
     if said.kind is None:
         raise ConfigError(
-            f"the kind of {name!r} is not known: {source} tells no schema; give --set features.{name}.kind=int64"
+            f"the kind of {name!r} is not known: {source} has no schema; give --set features.{name}.kind=int64"
         )
     found = type_named(name, said.kind)
     item, is_folded = ITEMS[found.item], said.hash == "fold"

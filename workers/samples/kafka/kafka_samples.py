@@ -62,7 +62,7 @@ class KafkaSamples:
             brokers: ``host:port``, or several separated by commas; the default port is 9092.
             schema: Columns and their types: "int64", "float32", "float64", "bool", "string", "list<int64>", "int64[8]".
             batch_size: B. The last batch before ``until`` may be smaller.
-            format: Of the messages.
+            format: Format of the messages.
             hash_strings: Columns of strings, or of lists of them, to hash to ids with ``gt.hash_strings``; True: all. A
                 mapping gives each its seed.
             fill: Replacement of missing values, by column. A missing list is empty; without ``fill``, a missing text is

@@ -51,10 +51,10 @@ def compress_samples(
         columns: Columns to use, and with a mapping their types: needed for lists in CSV.
         fill: Replacement of missing values, by column.
         fold: Columns of any 64-bit integers, to map to ids with ``gt.fold_ids``.
-        delimiter: Of CSV.
-        list_delimiter: Of lists in CSV.
+        delimiter: Text between the values of CSV.
+        list_delimiter: Text between the values of a list in CSV.
         rows_per_group: Samples of a row group; a larger tree continues in the next one.
-        compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+        compression: Compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
         memory_bytes: Larger data are sorted in temporary files in the folder of ``out``.
 
     Returns a report. Raises as :class:`ParquetSamples`, and InvalidArgument for impossible levels.

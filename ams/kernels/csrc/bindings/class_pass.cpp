@@ -59,7 +59,7 @@ class PackedClassPass {
         centers_(centers),
         normalised_(normalised) {
     require(centers >= 1 && centers <= kMaxCenters, "centers must lie in [1, 32]");
-    require(batch_ >= 1 && dim_ >= 1, "features must be [B, D], neither 0");
+    require(batch_ >= 1 && dim_ >= 1, "features must be [B, D] with B and D >= 1");
     require(!weights || static_cast<int64_t>(weights->size()) == batch_, "weights must be [B]");
     features_.assign(features.data(), features.data() + batch_ * dim_);
     query_ = aligned_floats(pass_.packed_size(dim_, batch_));
@@ -82,7 +82,7 @@ class PackedClassPass {
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
     require(threads >= 1, "threads must be at least 1");
-    require(parts >= 1 && static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B], P not 0");
+    require(parts >= 1 && static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B] with P >= 1");
     require(
         !shift || (static_cast<int64_t>(shift->shape(0)) == parts && static_cast<int64_t>(shift->shape(1)) == batch_),
         "shift must be [P, B]");
@@ -96,7 +96,7 @@ class PackedClassPass {
     require(!row_sum ||
                 (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
             "row_sum must be [P, D]");
-    require(!row_sum || centers_ == 1, "classes of several centers have no row_sum");
+    require(!row_sum || centers_ == 1, "row_sum must not be given for several centers");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
@@ -138,7 +138,7 @@ class PackedClassPass {
                                      const std::optional<Floats>& common) const {
     const int64_t num_rows = checked_rows(rows);
     require(!common || static_cast<int64_t>(common->size()) == dim_, "common must be [D]");
-    require(!common || centers_ == 1, "classes of several centers have nothing in common");
+    require(!common || centers_ == 1, "common must not be given for several centers");
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     const float* const log_sums = checked_samples(log_sum);
@@ -196,7 +196,7 @@ class PackedClassPass {
 
   int64_t checked_rows(const FloatRows& rows) const {
     require(static_cast<int64_t>(rows.shape(1)) == row_width(),
-            "rows must be as wide as the features, for each center");
+            "rows must have as many columns as features times centers");
     return static_cast<int64_t>(rows.shape(0));
   }
   Targets checked_targets(const IdArray& rows, const IdArray& samples, const FloatRows& chunk) const {
@@ -227,7 +227,7 @@ class PackedClassPass {
   }
   float* checked_logits(const FloatRows& kept, const FloatRows& rows) const {
     require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == kept_width(),
-            "kept must be [n, K * B] of at most as many rows as there are");
+            "kept must be [n, K * B] with n at most the number of rows");
     return kept.data();
   }
 

@@ -48,7 +48,7 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
   require(parts.size() == 6, "a feature has six parts");
   Feature feature;
   feature.table = nb::cast<int64_t>(parts[0]);
-  require(feature.table >= 0 && feature.table < num_tables, "a feature is of a table that there is not");
+  require(feature.table >= 0 && feature.table < num_tables, "a feature names a table that does not exist");
   const auto ids = nb::cast<IdArray>(parts[1], false);
   feature.ids = ids.data();
   feature.count = static_cast<int64_t>(ids.size());
@@ -65,7 +65,7 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
     require(feature.offsets[0] == 0 && feature.offsets[feature.bags] == feature.count,
             "offsets must go from 0 to the number of ids");
     for (int64_t bag = 0; bag < feature.bags; ++bag)
-      require(feature.offsets[bag] <= feature.offsets[bag + 1], "offsets must not fall");
+      require(feature.offsets[bag] <= feature.offsets[bag + 1], "offsets must not decrease");
   }
   if (!parts[3].is_none()) {
     const auto weights = nb::cast<FloatVector>(parts[3], false);
@@ -257,7 +257,7 @@ void hold_tables(HeldTables* self, const nb::list& given) {
     const auto starts = nb::cast<IdArray>(table[0], false), ids = nb::cast<IdArray>(table[1], false);
     const auto rows = nb::cast<Matrix>(table[2], false);
     const size_t ranges = starts.size() - 1;
-    require(starts.size() >= 2 && (ranges & (ranges - 1)) == 0, "starts must be a power of two, and one");
+    require(starts.size() >= 2 && (ranges & (ranges - 1)) == 0, "starts must have a power of two plus one elements");
     require(rows.shape(0) == ids.size(), "rows must be as many as ids");
     int bits = 0;
     while ((size_t{1} << bits) < ranges) ++bits;
@@ -295,8 +295,8 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
     require(out.shape(0) == own.size(), "out must be as many as ids");
     require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]],
             "out has another width or type");
-    require(out.size() == 0 || out.shape(1) <= 1 || out.stride(1) == 1, "rows of out must be whole");
-    require(out.shape(0) <= 1 || out.stride(0) >= static_cast<int64_t>(out.shape(1)), "rows of out must lie apart");
+    require(out.size() == 0 || out.shape(1) <= 1 || out.stride(1) == 1, "each row of out must be contiguous");
+    require(out.shape(0) <= 1 || out.stride(0) >= static_cast<int64_t>(out.shape(1)), "rows of out must not overlap");
     pulls.push_back({.table = &self.tables[tables[i]],
                      .ids = own.data(),
                      .count = static_cast<int64_t>(own.size()),

@@ -43,7 +43,7 @@ Best best_of(nb::handle arrays) {
   const auto locks = nb::cast<Array<uint8_t, 1>>(arrays.attr("locks"), false);
   const auto keep = nb::cast<int64_t>(arrays.attr("keep"));
   const size_t rows = scores.shape(0);
-  require(ids.shape(0) == rows && ids.shape(1) == scores.shape(1), "ids must be as scores");
+  require(ids.shape(0) == rows && ids.shape(1) == scores.shape(1), "ids must have the shape of scores");
   require(counts.size() == rows && floors.size() == rows && locks.size() == rows,
           "counts, floors, locks must be [rows]");
   require(keep >= 1 && keep < static_cast<int64_t>(scores.shape(1)), "keep must lie in [1, capacity)");
@@ -64,8 +64,8 @@ UnitRows checked_rows(const Rows& rows, const Ids32* ids, int64_t first) {
 void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Rows& b, int64_t first_b,
                    nb::handle given_b, int64_t threads) {
   const bool same = first_a == first_b && !given_b.is_none();
-  require(a.shape(1) == b.shape(1), "both blocks must be as wide");
-  require(!same || (a.data() == b.data() && a.shape(0) == b.shape(0)), "a and b are not the same block");
+  require(a.shape(1) == b.shape(1), "both blocks must have the same width");
+  require(!same || (a.data() == b.data() && a.shape(0) == b.shape(0)), "a and b must be the same block, as same says");
   const UnitRows rows_a = checked_rows(a, nullptr, first_a), rows_b = checked_rows(b, nullptr, first_b);
   const Best best_a = best_of(given_a), best_b = given_b.is_none() ? Best{} : best_of(given_b);
   require(best_a.rows() == static_cast<int64_t>(a.shape(0)), "best_a must have the rows of a");
@@ -104,7 +104,7 @@ void require_counts(const Ids32& counts, size_t rows, size_t width) {
 void exact_checked(const Rows& a, const Array<const int32_t, 2>& ids, const Ids32& counts, const Rows& b,
                    int64_t first_b, const Array<double, 2>& scores, int64_t threads) {
   require(a.shape(1) == b.shape(1) && ids.shape(0) == a.shape(0), "shapes differ");
-  require(scores.shape(0) == ids.shape(0) && scores.shape(1) == ids.shape(1), "scores must be as ids");
+  require(scores.shape(0) == ids.shape(0) && scores.shape(1) == ids.shape(1), "scores must have the shape of ids");
   require_counts(counts, ids.shape(0), ids.shape(1));
   WithoutInterpreter release;
   exact_scores(a.data(), static_cast<int64_t>(a.shape(0)), static_cast<int64_t>(a.shape(1)), ids.data(), counts.data(),
@@ -128,7 +128,8 @@ void rank_checked(const Array<const double, 2>& scores, const Array<const int32_
                   const Array<const float, 1>& floors, double error_bound, const Array<int32_t, 2>& out,
                   const Array<uint8_t, 1>& accepted, int64_t threads) {
   const size_t rows = scores.shape(0), width = scores.shape(1);
-  require(ids.shape(0) == rows && ids.shape(1) == width && floors.size() == rows, "ids and floors must be as scores");
+  require(ids.shape(0) == rows && ids.shape(1) == width && floors.size() == rows,
+          "ids must have the shape of scores, floors its rows");
   require(out.shape(0) == rows && accepted.size() == rows, "out must be [rows, k], accepted [rows]");
   require_counts(counts, rows, width);
   WithoutInterpreter release;
@@ -149,7 +150,8 @@ nb::tuple select_checked(const IdArray& offsets, const Lists<Id>& ids, const IdA
   const NeighbourLists<Id> table{offsets.data(), ids.data(), static_cast<int64_t>(offsets.size()) - 1,
                                  static_cast<int64_t>(ids.size())};
   const int64_t room = static_cast<int64_t>(out.size()), num_labels = static_cast<int64_t>(labels.size());
-  require(budget >= 1 && room >= std::min(std::max(budget, num_labels), table.num_classes), "out is too short");
+  require(budget >= 1 && room >= std::min(std::max(budget, num_labels), table.num_classes),
+          "out must have room for the budget, or for all labels");
   Selected selected{};
   {
     WithoutInterpreter release;

@@ -38,7 +38,7 @@ nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& 
                         const IdOutput& out_versions, const DoubleOutput& out_times, const BoolOutput& hits,
                         const Doubles& age_edges, const IdOutput& age_counts, const IdOutput& lag_counts) {
   const size_t count = positions ? positions->size() : versions.size();
-  require(versions.size() == times.size(), "versions and times must be as many");
+  require(versions.size() == times.size(), "versions and times must be equally long");
   require(age_counts.size() == age_edges.size() + 1 && lag_counts.size() >= 1, "a histogram has the wrong size");
   require(!max_lag || *max_lag >= 0, "max_lag must be >= 0");
   if (positions)

@@ -278,14 +278,14 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
   const DType dtype = checked_dtype(rows, dtype_code);
   const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
   require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == optimizer.slot_dim(rows.shape(1))),
-          "slots must be as many as the rows and as wide as the optimizer's, one after the other");
+          "slots must be [rows, columns of all slots of the optimizer]");
   require(slot_dtype == DType::float32 || optimizer.takes_narrow_slots(), "slots of this optimizer must be float32");
   require((catch_up != nullptr) == optimizer.drift().has_value(),
-          "catch_up must be given where untouched rows move, and only there");
+          "catch_up must be given if, and only if, the optimizer moves untouched rows");
   const bool counts =
       optimizer.counts_updates() || dtype != DType::float32 || slot_dtype != DType::float32 || catch_up != nullptr;
   require(counts == steps.has_value(),
-          "steps must be given where updates or steps are counted, and for 16 bits, and only there");
+          "steps must be given if, and only if, the optimizer counts updates or steps, or rows or slots have 16 bits");
   require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
@@ -303,7 +303,7 @@ void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& 
                   const IdOutput& steps, const std::optional<IdArray>& numbers, const CatchUp& catch_up,
                   const FloatRows& out) {
   const DType dtype = checked_dtype(rows, dtype_code), slot_dtype = checked_dtype(slots, slot_dtype_code);
-  require(slots.shape(0) == rows.shape(0) && slots.shape(1) == rows.shape(1), "slots must be shaped as the rows");
+  require(slots.shape(0) == rows.shape(0) && slots.shape(1) == rows.shape(1), "slots must have the shape of the rows");
   require(steps.size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(out.shape(0) == count && out.shape(1) == rows.shape(1), "out must be [N, D]");

@@ -35,7 +35,7 @@ void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_cod
                   bool counts_occurrences) {
   require(dtype_code >= 0 && dtype_code < kNumDTypes && wire_code >= 0 && wire_code < kNumDTypes,
           "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
-  require(dtype_code == 0 || wire_code == dtype_code, "rows of 16 bits travel as they are");
+  require(dtype_code == 0 || wire_code == dtype_code, "rows of 16 bits are sent in their own dtype");
   new (self) TableFacts{std::move(name),   dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code),
                         counts_occurrences};
 }
@@ -248,7 +248,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
     num_rows = static_cast<size_t>(rows.count());
     row_bytes = rows.row_bytes();
     places.each = rows.each();
-    require(!is_assign && dtype_code == static_cast<int>(dtype), "rows of several arrays are pushed, in float32");
+    require(!is_assign && dtype_code == static_cast<int>(dtype), "rows in several arrays must be float32 and pushed");
   } else {
     num_rows = rows.shape(0);
     dtype = checked_dtype(rows, dtype_code);
@@ -364,7 +364,7 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, cons
   require(prepared.num_rows() == out.count() &&
               out.row_bytes() == static_cast<size_t>(prepared.dim()) * sizeof(float) && !prepared.is_merged() &&
               !prepared.group(),
-          "rows come after a push of as many distinct ids, which waits for no other rank");
+          "a pull after a push must have the push's ids, which must be distinct and of no sync group");
   const Write write{&prepared, context_of(context), {}, &after};
   const Attempt attempt = attempt_of(seconds, watch);
   std::vector<PartOutcome> parts;

@@ -22,7 +22,7 @@ class PositionLru {
   int64_t size() const { return size_; }
   int64_t capacity() const { return static_cast<int64_t>(ids_.size()); }
 
-  // positions[i] = position of ids[i], or -1. With `touch` what is found becomes the most recently used, in order of i.
+  // positions[i] = position of ids[i], or -1. With `touch` found ids become the most recently used, in order of i.
   void find(const int64_t* ids, int64_t count, int64_t* positions, bool touch);
 
   // Gives each of `count` <= capacity distinct ids its position and makes it the most recently used, in order of i.
@@ -32,7 +32,7 @@ class PositionLru {
   // positions[i] = the position that ids[i] had, which is free now, or -1.
   void remove(const int64_t* ids, int64_t count, int64_t* positions);
 
-  // Returns the `count` least recently used, oldest first, and how many there are.
+  // Writes the `count` least recently used, oldest first; returns how many there are.
   int64_t oldest(int64_t count, int64_t* ids, int64_t* positions) const;
 
   // Positions keep their numbers. Does nothing if it has that many. Throws std::bad_alloc, and then nothing has

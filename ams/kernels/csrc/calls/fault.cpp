@@ -20,7 +20,7 @@ Fault worded(const std::string& of_whom) {
   } catch (const TooManyRows& refused) {
     return {"TableFull", refused.words()};
   } catch (const std::bad_alloc&) {
-    return {"OutOfMemory", of_whom + " is out of memory: the system gives it no more; the call changed nothing"};
+    return {"OutOfMemory", of_whom + " is out of memory; the call changed nothing. Give its machine more memory"};
   } catch (const std::exception& error) {
     return {"InternalError", of_whom + ": " + error.what()};
   } catch (...) {

@@ -41,7 +41,7 @@ inline void require_call_fits(size_t request_bytes, size_t reply_bytes, size_t m
   const size_t bytes = std::max(request_bytes, reply_bytes);
   if (bytes > most)
     throw Fault("MessageTooLarge", "the rows for one shard take " + std::to_string(bytes) +
-                                       " bytes, the most of one call is " + std::to_string(most) +
+                                       " bytes; one call carries at most " + std::to_string(most) +
                                        "; pull or push fewer rows at once");
 }
 

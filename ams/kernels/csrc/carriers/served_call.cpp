@@ -13,12 +13,12 @@ namespace {
 // Answer if the outcome is unknown: the caller retries under the same number, and a write gets its recorded answer.
 const Fault& unknown_outcome() {
   static const Fault fault("ShardUnavailable",
-                           "the shard is out of memory and cannot tell whether this call was done; ask again");
+                           "the shard ran out of memory and cannot tell whether it did this call; retry it");
   return fault;
 }
 
 const Fault& pending() {
-  static const Fault fault("StepPending", "other ranks of the sync group have not pushed yet; ask again");
+  static const Fault fault("StepPending", "other ranks of the sync group have not pushed yet; retry");
   return fault;
 }
 
@@ -38,7 +38,7 @@ ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& head
 bool ServedCall::read(const char* frame, size_t bytes) noexcept {
   try {
     request_ = parse_request(frame, bytes);
-    if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
+    if (request_.header.check != header_.check) throw Fault("ProtocolError", "the client changed the frame meanwhile");
     const auto& operations = request_.operations;
     const size_t asked = operations.front().request.index();
     const bool is_alike =
@@ -80,7 +80,7 @@ void ServedCall::prepare() {
 bool ServedCall::perform(const ServingTurn& serving) noexcept {
   const Asker asker{std::exchange(has_left_, nullptr), serving.others, serving.has_turn};
   try {
-    if (serving.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller has gone");
+    if (serving.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller stopped waiting");
     prepare();
   } catch (...) {
     refuse(fault_in_flight("the shard"));

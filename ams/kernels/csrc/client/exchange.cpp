@@ -88,7 +88,7 @@ void take(Job& job) {
 // Returns the outcome of a call that got no room in time: depends on whether the shard or this process is the cause.
 PartOutcome outcome_of(const Full& full) {
   if (full.is_silent) return Late{};
-  return Fault("Busy", "calls of this process take all the room there is to the shard; ask again", 0.1);
+  return Fault("Busy", "this process has too many calls in flight to the shard; retry", 0.1);
 }
 
 using WrittenRows = std::pair<const PreparedWrite*, const ShardPart*>;

@@ -131,7 +131,7 @@ void PreparedWrite::keep_rows() {
 
 void PreparedWrite::merge(const int64_t*& ids, int64_t& count) {
   if (is_rising(ids, count)) return;
-  if (rows_.each != nullptr) throw Fault("InvalidArgument", "ids of rows that lie in several arrays must rise");
+  if (rows_.each != nullptr) throw Fault("InvalidArgument", "ids of rows in several arrays must rise strictly");
   std::vector<int64_t> inverse(static_cast<size_t>(count));
   merged_ids_.resize(static_cast<size_t>(count));
   const int64_t num_distinct = merge_ids(ids, count, merged_ids_.data(), inverse.data());
@@ -170,7 +170,7 @@ void PreparedWrite::require_finite(const int64_t* ids, int64_t count) const {
     if (num_bad++ == 0) first = i;
   }
   throw Fault("NonFinite", std::to_string(num_bad) + " of " + std::to_string(count) +
-                               " rows hold NaN or infinity, first row " + std::to_string(first) + " (id " +
+                               " rows hold NaN or infinity; the first is row " + std::to_string(first) + " (id " +
                                std::to_string(ids[first]) + "); nothing was sent");
 }
 
@@ -179,7 +179,7 @@ void PreparedWrite::require_finite_product(int64_t count) const {
   const auto largest = std::bit_cast<float>(largest_bits(count));
   if (!std::isfinite(largest * static_cast<float>(settings_.scale)))
     throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " +
-                                 shown(static_cast<double>(largest)) + " is infinite; nothing was sent");
+                                 shown(static_cast<double>(largest)) + " is infinite; lower it. Nothing was sent");
 }
 
 // Rounded once, as a retry sends the same bytes.
@@ -238,7 +238,7 @@ void PreparedWrite::require_within(const int64_t* ids, int64_t count, DType wire
               "the gradient of id " + std::to_string(ids[first]) + " (row " + std::to_string(first) + ") of table " +
                   quoted(table_) + " holds " + shown(static_cast<double>(std::bit_cast<float>(bits_of(first)))) +
                   ", beyond the range of " + (is_float16 ? "float16 (65504)" : "bfloat16") + "; " +
-                  (is_float16 ? "use wire_dtype=\"bfloat16\", which has that of float32, or scale the loss less"
+                  (is_float16 ? "use wire_dtype=\"bfloat16\", which has the range of float32, or scale the loss less"
                               : "scale the loss less") +
                   ". Nothing was sent");
 }

@@ -107,7 +107,7 @@ class Engine::Holding {
 
  private:
   static Fault shut_down(const Engine& engine) { return {"ShardUnavailable", engine.name_ + " is shut down"}; }
-  static Fault gone() { return {"ShardUnavailable", "the caller has gone"}; }
+  static Fault gone() { return {"ShardUnavailable", "the caller stopped waiting"}; }
 
   void wait(Engine& engine, const Caller& caller, Turn::Use use) {
     if (engine.is_closed_) throw shut_down(engine);
@@ -139,13 +139,13 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
   check_lease();
   if (shard_incarnation != 0 && shard_incarnation != incarnation_)
     throw Fault("ShardRestarted",
-                name_ + " was restarted (incarnation " + std::to_string(incarnation_) + ", the call means " +
+                name_ + " was restarted (its incarnation is " + std::to_string(incarnation_) + ", the call's is " +
                     std::to_string(shard_incarnation) +
-                    "): rows in its memory are gone; connect again and restore a snapshot, or start the job again");
+                    "): the rows in its memory are lost; reconnect and restore a snapshot, or start the job again");
   // A caller with a later version knows of another shard, or of an altered table, before this shard does.
   if (const int64_t own = cluster_version_; cluster_version != 0 && cluster_version < own)
-    throw Fault("StaleCluster", "the call means cluster version " + std::to_string(cluster_version) + ", " + name_ +
-                                    " is at " + std::to_string(own) + "; ask the scheduler again");
+    throw Fault("StaleCluster", "the call has cluster version " + std::to_string(cluster_version) + ", " + name_ +
+                                    " has " + std::to_string(own) + "; get the current one from the scheduler");
 }
 
 int64_t Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request,
@@ -403,7 +403,8 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
     if (num_distinct < request.count)
       throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
                                      std::to_string(request.count - num_distinct) +
-                                     (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
+                                     (request.count - num_distinct == 1 ? " duplicate" : " duplicates") +
+                                     "; give each id once");
     BlockPauses between_blocks(&turn_, caller.others);
     Pauses* const pauses = between_blocks.of(bytes_of(request.count, request.dim, request.dtype));
     return record_write(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));

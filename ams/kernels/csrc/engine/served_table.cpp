@@ -26,7 +26,7 @@ Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, c
   const std::string id = "ids[" + index + "] of table " + quoted(name) + " is " + number;
   switch (refusal.reason) {
     case Reason::bad_position:
-      return {"InvalidRows", "positions[" + index + "] is " + number + "; it must be a row of out"};
+      return {"InvalidRows", "positions[" + index + "] is " + number + "; it must be the index of a row of out"};
     case Reason::negative_id:
       return {"InvalidIds", id + "; ids must be >= 0"};
     case Reason::id_too_large:
@@ -37,9 +37,10 @@ Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, c
       return {"NonFinite", label + " of id " + number + " (index " + index + ") in table " + quoted(name) +
                                " hold NaN or infinity; nothing was changed"};
     case Reason::beyond_wire:
-      return {"NonFinite", "the row of id " + number + " (index " + index + ") in table " + quoted(name) +
-                               " is beyond the range of " + label +
-                               "; pull it with wire_dtype=\"bfloat16\", which has that of float32, or without"};
+      return {"NonFinite",
+              "the row of id " + number + " (index " + index + ") in table " + quoted(name) +
+                  " is beyond the range of " + label +
+                  "; pull it with wire_dtype=\"bfloat16\", which has the range of float32, or without wire_dtype"};
     case Reason::overflow:
       break;
   }
@@ -62,7 +63,8 @@ const Optimizer& PushOptimizers::of_push(const Scalars& scalars) {
       std::string known;
       for (const auto& [known_name, _] : scalars_)
         if (known_name != "lr") known += (known.empty() ? "" : ", ") + known_name;
-      throw Fault("InvalidArgument", name_ + " has no " + quoted(name) + " that a push may carry; it has " + known);
+      throw Fault("InvalidArgument",
+                  "a push for " + name_ + " cannot carry " + quoted(name) + "; it can carry " + known);
     }
     const auto reason = fixed_.find(name);
     if (reason != fixed_.end() && value != own->second)
@@ -92,9 +94,8 @@ void ServedTable::require_meant(int64_t incarnation) const {
   if (incarnation == 0 || incarnation == incarnation_) return;
   const std::string name = quoted(name_);
   throw Fault("TableNotFound",
-              "the table " + name +
-                  " that is meant was dropped, and another was made or restored under its name; open that one: "
-                  "cluster.table(" +
+              "table " + name +
+                  " was dropped, and another was made or restored under its name; open that one: cluster.table(" +
                   name + "), or make its head, dense module or slow gear anew");
 }
 
@@ -103,9 +104,9 @@ void ServedTable::require_open(int64_t meant_incarnation) const {
     throw Fault(
         "TableBeingRestored",
         "table " + quoted(name_) +
-            " is being restored from a snapshot: nobody reads, writes or opens it before all of its rows are there; "
-            "try "
-            "again then. If the process that restored it is gone, restore the snapshot again, or drop the table");
+            " is being restored from a snapshot, and cannot be read, written or opened until all of its rows are "
+            "there; retry then. If the process that restored it is gone, restore the snapshot again, or drop the "
+            "table");
   require_meant(meant_incarnation);
 }
 
@@ -131,7 +132,7 @@ void ServedTable::require_wire(const PullRequest& request) const {
   const DType wire = request.wire_dtype();
   if (rows_->spec().dtype == DType::float32 && (request.dtype == DType::float32 || request.dtype == wire)) return;
   require_dtype("out", request.dtype);
-  require_dtype("what travels to out", wire);
+  require_dtype("wire_dtype of a pull", wire);
 }
 
 void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
@@ -157,8 +158,8 @@ void ServedTable::require_factors(const PushRequest& request) const {
   if (!(lr >= 0 && std::isfinite(static_cast<float>(lr))))
     throw Fault("InvalidArgument", "lr is " + shown(lr) + "; it must be finite (as float32) and >= 0");
   if (!std::isfinite(static_cast<float>(request.scale)))
-    throw Fault("InvalidArgument",
-                "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
+    throw Fault("InvalidArgument", "scale is " + shown(request.scale) +
+                                       "; it must be finite (as float32). Push nothing for a skipped step");
   if (const auto& step = request.batch.step; step && (*step < 0 || *step > kMaxChosen))
     throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must lie in [0, 2^62]");
   if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
@@ -166,10 +167,10 @@ void ServedTable::require_factors(const PushRequest& request) const {
   // same text as `checked_time` in Python
   else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)
     throw Fault("InvalidArgument",
-                "unix_seconds is " + shown(*seconds) + ", by the clock of this shard " +
+                "unix_seconds is " + shown(*seconds) + ", which is " +
                     fixed_point((*seconds - clock_seconds(CLOCK_REALTIME)) / 3600, 1) +
-                    " hours ahead, of which 1 is allowed; give seconds as time.time() does, or set the clock of "
-                    "the worker's machine or the shard's");
+                    " hours ahead of the clock of this shard; at most 1 is allowed. Give seconds as time.time() does, "
+                    "or set the clock of the worker's machine or the shard's");
 }
 
 void ServedTable::note_staleness(const BatchFacts& batch) {

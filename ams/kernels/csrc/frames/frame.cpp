@@ -39,7 +39,7 @@ bool is_utf8(std::string_view text) {
 
 size_t row_bytes_of(int64_t dim, DType dtype) {
   if (dim < 1 || dim > std::numeric_limits<uint32_t>::max())
-    throw Fault("ProtocolError", "rows of a frame have 1 to 4294967295 numbers");
+    throw Fault("ProtocolError", "rows of " + std::to_string(dim) + " numbers; a frame's have 1 to 4294967295");
   return static_cast<size_t>(dim) * item_bytes(dtype);
 }
 
@@ -61,14 +61,14 @@ void write_header(char* frame, FrameHeader header) {
 
 FrameHeader parse_header(const char* data, FrameKind kind) {
   const auto header = copied<FrameHeader>(data);
-  if (header.magic != kFrameMagic) throw Fault("ProtocolError", "this is no frame: it does not begin with \"GTRF\"");
+  if (header.magic != kFrameMagic) throw Fault("ProtocolError", "this is not a frame: it does not begin with \"GTRF\"");
   if (header.version != kFrameVersion)
-    throw Fault("ProtocolError", "the frame is of version " + std::to_string(header.version) + "; this is version " +
-                                     std::to_string(kFrameVersion) + ": use the same release on both ends");
+    throw Fault("ProtocolError", "the frame has version " + std::to_string(header.version) + ", this process version " +
+                                     std::to_string(kFrameVersion) + "; use the same release on both ends");
   require_frame(header.check == checksum_of(0, header), "the header's checksum is wrong");
-  require_frame(header.kind == kind, "it is of another kind than is due");
+  require_frame(header.kind == kind, "it is of another kind than was expected");
   require_frame(header.reserved == 0, "reserved bytes are not 0");
-  require_frame(header.body_bytes < kMaxBytes, "no memory is as large");
+  require_frame(header.body_bytes < kMaxBytes, "its size is 2^62 bytes or more");
   return header;
 }
 

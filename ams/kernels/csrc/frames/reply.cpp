@@ -146,18 +146,18 @@ size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, co
 std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t number, std::span<const ReplyRows> rows) {
   require_frame(bytes >= sizeof(FrameHeader), "it is shorter than its header");
   const FrameHeader header = parse_header(data, FrameKind::reply);
-  require_frame(header.body_bytes == bytes - sizeof(FrameHeader), "its header tells another size");
+  require_frame(header.body_bytes == bytes - sizeof(FrameHeader), "its size differs from its header's");
   require_frame(header.number == number, "it answers another call");
   const size_t count = header.num_operations;
   require_frame(count == rows.size() || count == 1, "it answers another number of operations");
   const size_t first = sizeof(FrameHeader) + count * sizeof(OperationReply);
-  require_frame(first <= bytes, "an operation's reply is not there");
+  require_frame(first <= bytes, "an operation's reply is missing");
   std::vector<ParsedReply> replies(count);
   for (size_t i = 0; i < count; ++i) {
     const auto reply = copied<OperationReply>(data + sizeof(FrameHeader) + i * sizeof(OperationReply));
     require_frame(reply.check == checksum_of(number, reply), "a reply's checksum is wrong");
     require_frame(reply.offset >= first && reply.offset <= bytes && reply.bytes <= bytes - reply.offset,
-                  "what an operation brought is not in the frame");
+                  "an operation's rows or error lie outside the frame");
     require_frame(reply.is_refused <= 1 && (reply.flags & ~(kDuplicate | kHasPresent)) == 0 && reply.reserved == 0 &&
                       reply.reserved2 == 0,
                   "reserved bytes are not 0");
@@ -173,7 +173,7 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
     require_frame(count == rows.size(), "it answers another number of operations");
     require_frame(reply.bytes == rows[i].rows_bytes + rows[i].present_bytes &&
                       ((reply.flags & kHasPresent) != 0) == (rows[i].present_bytes != 0),
-                  "other rows came than were asked for");
+                  "it has other rows than were requested");
     replies[i].outcome = Done{reply.created, (reply.flags & kDuplicate) != 0, reply.writes};
     replies[i].rows = begin;
     replies[i].present =

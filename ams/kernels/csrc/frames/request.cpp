@@ -163,7 +163,7 @@ class Texts {
 
  private:
   std::string_view take(size_t bytes) {
-    require_frame(bytes <= left_.size(), "a text is longer than all texts together");
+    require_frame(bytes <= left_.size(), "a text is longer than the texts together");
     const std::string_view taken = left_.substr(0, bytes);
     left_.remove_prefix(bytes);
     return taken;
@@ -189,13 +189,12 @@ void check_header(const OperationHeader& header) {
   require_frame(header.kind == OperationKind::push || (header.num_scalars == 0 && header.scalars_bytes == 0),
                 "an operation other than a push has scalars");
   require_frame((header.flags & (kGroup | kRequiredSync)) != 0 || header.job_bytes == 0,
-                "a job is named without a group");
+                "an operation without a group names a job");
 }
 
 // Headers and texts of one operation; its arrays are null, its count is that of the header.
 Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_present, bool& has_occurrences) {
-  const auto header =
-      copied<OperationHeader>(reader.take(sizeof(OperationHeader), "an operation's header is not there"));
+  const auto header = copied<OperationHeader>(reader.take(sizeof(OperationHeader), "an operation's header is missing"));
   const size_t bytes = rounded_up(texts_bytes(header), 8);
   const char* theirs = reader.take(bytes, "texts are longer than the frame");
   std::string texts(theirs, bytes);
@@ -246,7 +245,7 @@ Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_
       push.scalars.emplace_back(scalars.name(name_bytes), value);
       used += sizeof(double) + sizeof(uint16_t) + name_bytes;
     }
-    require_frame(used == header.scalars_bytes, "scalars do not fill their place");
+    require_frame(used == header.scalars_bytes, "scalars are shorter than their header says");
     if ((header.flags & kBatch) != 0) {
       const auto numbers = Texts(std::string_view(texts).substr(before + header.scalars_bytes)).number<BatchNumbers>();
       if ((header.flags & kStep) != 0) push.batch.step = numbers.step;
@@ -322,7 +321,7 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   Reader reader(data, bytes);
   ParsedRequest request;
   request.header = parse_header(reader.take(sizeof(FrameHeader), "it is shorter than its header"), FrameKind::request);
-  require_frame(request.header.body_bytes == reader.left(), "its header tells another size");
+  require_frame(request.header.body_bytes == reader.left(), "its size differs from its header's");
   const uint32_t count = request.header.num_operations;
   require_frame(count >= 1 && count <= kMaxOperations, "it holds no operation, or too many");
   struct Taken {

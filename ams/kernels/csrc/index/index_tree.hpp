@@ -1,7 +1,7 @@
 // Sparse array: memory, and the time of a walk, grow with the items and not with their indices.
 //
-// An array of the first thousands, so that finding an item of an ordinary table costs what it costs in an array, and
-// beyond them a tree of nodes of 512, as high as the largest index needs.
+// The first thousands of items are in an array, so that finding an item of an ordinary table costs no more than that;
+// the others are in a tree of nodes of 512, as high as the largest index needs.
 #pragma once
 
 #include <array>

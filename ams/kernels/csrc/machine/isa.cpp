@@ -66,8 +66,8 @@ Choice choose() {
     if (name == isa_name(isa) && isa <= best) return {isa, false, false};
   if (name != "baseline" && name != "avx2" && name != "avx512" && name != "amx")
     throw std::runtime_error("GEARTRAIN_ISA=" + name + " is unknown; it must be baseline, avx2, avx512 or amx");
-  throw std::runtime_error("GEARTRAIN_ISA=" + name + ", but this CPU has no more than " + isa_name(best) +
-                           "; unset it or name that");
+  throw std::runtime_error("GEARTRAIN_ISA=" + name + ", but the best of this CPU is " + isa_name(best) +
+                           "; unset it or set it to that");
 }
 
 const Choice& choice() {

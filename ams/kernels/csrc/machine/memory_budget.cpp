@@ -11,11 +11,10 @@ std::atomic<int64_t> used{0};
 }  // namespace
 
 std::string OverBudget::words() const {
-  return "rows need " + std::to_string(asked) + " more bytes; those of this process take " + std::to_string(used) +
-         " of the " + std::to_string(limit) +
-         " bytes that they may (server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, "
-         "or give "
-         "the server more memory";
+  return "rows need " + std::to_string(asked) + " more bytes; the rows of this process take " + std::to_string(used) +
+         " of at most " + std::to_string(limit) +
+         " bytes (server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, or give the "
+         "server more memory";
 }
 
 void set_memory_limit(int64_t bytes) { limit = bytes; }

@@ -17,10 +17,8 @@ struct TooManyIds : std::bad_alloc {
   // Message for the caller.
   std::string words() const {
     return "a shard holds at most " + std::to_string(most) + " rows of a hashed table; it has " + std::to_string(used) +
-           ", and " + std::to_string(asked) +
-           " more were to come. Nothing was changed. Spread the table over more shards: take a snapshot and restore it "
-           "on a "
-           "cluster of more, or let rows expire";
+           ", and the call adds " + std::to_string(asked) +
+           ". Nothing was changed. Take a snapshot and restore it on a cluster with more shards, or let rows expire";
   }
   int64_t asked, used, most;
 };
@@ -39,12 +37,11 @@ struct TooManyRows : std::bad_alloc {
   std::string words() const {
     const std::string name = quoted(table), room = std::to_string(wanted);
     return "the write has " + std::to_string(coming) + " new rows and " + std::to_string(staying) +
-           " that are there, and " + std::to_string(most) + " rows are all that " + std::to_string(bytes) +
-           " bytes, this shard's share of the table's max_bytes, have room for; no row of a write is evicted for "
-           "another. Nothing was "
-           "changed. Write fewer rows at once, or give the table more: geartrain table alter " +
-           name + " --max-bytes " + room + " (in Python cluster.alter_table(" + name + ", max_bytes=" + room +
-           ")) has room for it";
+           " existing ones; this shard's share of the table's max_bytes, " + std::to_string(bytes) +
+           " bytes, has room for " + std::to_string(most) +
+           " rows, and no row of a write is evicted for another. Nothing was changed. Write fewer rows at once, or "
+           "raise max_bytes: geartrain table alter " +
+           name + " --max-bytes " + room + " (in Python cluster.alter_table(" + name + ", max_bytes=" + room + "))";
   }
   int64_t coming, staying, most, bytes, wanted;
   std::string table;

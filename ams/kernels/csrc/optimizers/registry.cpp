@@ -42,7 +42,7 @@ std::invalid_argument outside(const char* name, double value, const char* range)
 
 double OptimizerScalars::at(const char* name) const {
   const auto found = values_.find(name);
-  if (found == values_.end()) throw std::invalid_argument(std::string("the optimizer needs a number ") + name);
+  if (found == values_.end()) throw std::invalid_argument(std::string("the optimizer needs a value of ") + name);
   return found->second;
 }
 

@@ -62,7 +62,7 @@ SharedMapping map_their_file(int fd, size_t bytes) {
   require_file(seals >= 0 && (seals & kTheirSeals) == kTheirSeals, "it is not sealed (F_SEAL_SHRINK, F_SEAL_GROW)");
   struct stat status;
   require_file(fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes,
-               "it has another size than was said");
+               "its size differs from its notice");
   struct statvfs system;
   require_file(fstatvfs(fd, &system) == 0 && system.f_bsize == static_cast<unsigned long>(sysconf(_SC_PAGESIZE)),
                "it is not of ordinary pages");
@@ -71,7 +71,7 @@ SharedMapping map_their_file(int fd, size_t bytes) {
   fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
   require_file((fcntl(fd, F_GET_SEALS) & F_SEAL_FUTURE_WRITE) != 0, "it cannot be sealed (F_SEAL_FUTURE_WRITE)");
   require_file(fstat(fd, &status) == 0 && static_cast<size_t>(status.st_blocks) * kBlockBytes >= bytes,
-               "it has holes: its memory was not taken (fallocate)");
+               "it has holes: its memory was not allocated (fallocate)");
   return mapping;
 }
 

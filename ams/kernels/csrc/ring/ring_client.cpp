@@ -266,7 +266,7 @@ uint32_t Ring::make_room(size_t bytes) {
       reserved_bytes_ += bytes;
       return index;
     }
-    if (largest == nullptr) throw Full("no memory is left that may be shared with the shard");
+    if (largest == nullptr) throw Full("all memory shared with the shard is in use");
     drop(largest->index);
   }
 }
@@ -306,8 +306,8 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, dou
   reserved_bytes_ -= bytes;
   require_there();
   if (is_refused) has_refused_ = true;
-  if (is_refused) throw Refused("no memory can be had that may be shared with the shard");
-  if (!made) throw Full("the shard does not say that it takes more shared memory", true);
+  if (is_refused) throw Refused("the shard or the system refuses more shared memory");
+  if (!made) throw Full("the shard did not accept more shared memory in time", true);
   made->file.close();
   mailboxes_[index] = made;
   return made;
@@ -366,7 +366,7 @@ SharedMapping map_sleep_page(const OwnedFd& file) {
   struct stat status;
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(file.get(), &status) != 0 ||
       status.st_size != static_cast<off_t>(kPageBytes))
-    throw std::runtime_error("what listens there is no shard");
+    throw std::runtime_error("the process that listens there is not a shard");
   return SharedMapping(file.get(), kPageBytes, false);
 }
 
@@ -378,7 +378,7 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (name.empty() || name.size() >= sizeof(address.sun_path) || secret.size() != kSecretBytes)
-    throw std::runtime_error("a shard told no place and secret for a connection");
+    throw std::runtime_error("the shard's offer of a connection has no socket, or no secret of 32 bytes");
   name.copy(address.sun_path + 1, name.size());
   OwnedFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket) fail("socket");
@@ -394,9 +394,9 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   SharedMapping requested(page.get(), kPageBytes, true);
   Hello hello = hello_with(secret);
   if (!send_packet(socket.get(), hello.data(), hello.size(), page.get()))
-    throw std::runtime_error("the shard is busy with others");
+    throw std::runtime_error("the shard does not receive the hello");
   pollfd one{socket.get(), POLLIN, 0};
-  if (poll(&one, 1, static_cast<int>(micros / 1000)) != 1) throw std::runtime_error("the shard does not greet");
+  if (poll(&one, 1, static_cast<int>(micros / 1000)) != 1) throw std::runtime_error("the shard does not answer");
   const Packet packet = receive_packet(socket.get(), hello.data(), hello.size());
   if (packet.bytes != sizeof(FrameHeader) || !packet.fd) throw std::runtime_error("the shard refuses the connection");
   require_greeting(hello.data());

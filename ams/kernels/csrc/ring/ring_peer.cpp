@@ -37,8 +37,8 @@ class RingPeer::MailboxReply : public ReplyPlace {
   explicit MailboxReply(std::shared_ptr<Mailbox> mailbox) : mailbox_(std::move(mailbox)) {}
   std::span<char> room(size_t min_bytes, size_t) override {
     if (min_bytes > mailbox_->reply_bytes)
-      throw Fault("ProtocolError", "the reply takes " + std::to_string(min_bytes) + " bytes; there is room for " +
-                                       std::to_string(mailbox_->reply_bytes));
+      throw Fault("ProtocolError", "the reply takes " + std::to_string(min_bytes) +
+                                       " bytes; the client left room for " + std::to_string(mailbox_->reply_bytes));
     return {mailbox_->reply, mailbox_->reply_bytes};
   }
   void answer(size_t bytes) noexcept override { mailbox_->answer(bytes); }
@@ -79,12 +79,12 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
     size_t bytes = kPageBytes;
     for (const size_t part : {notice.request_bytes, notice.reply_bytes}) {
       if (part == 0 || part % kPageBytes != 0 || part > kMaxMailboxBytes)
-        throw std::runtime_error("its parts have no such sizes");
+        throw std::runtime_error("a part is empty, too large or not of whole pages");
       bytes += part;
     }
     if (notice.mailbox >= kMaxMailboxes || mailboxes_[notice.mailbox] || bytes > kMaxMailboxBytes ||
         count_->now >= count_->most)
-      throw std::runtime_error("there are too many, or too large");
+      throw std::runtime_error("there are too many mailboxes, or this one is too large");
     mailboxes_[notice.mailbox] = std::make_shared<Mailbox>(map_their_file(fd.get(), bytes), notice, count_);
   } catch (const std::exception&) {
     notice.kind = NoticeKind::refused;
@@ -128,7 +128,7 @@ std::shared_ptr<ServedCall> RingPeer::next_call() {
   std::shared_ptr<ServedCall> call;
   try {
     if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes)
-      throw std::runtime_error("no frame has that size");
+      throw std::runtime_error("a frame cannot have this size");
     call = std::make_shared<ServedCall>(handler_, parse_header(mailbox->request, FrameKind::request),
                                         std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
                                           has_gone_ = has_gone_ || !receive();

@@ -4,7 +4,7 @@
 // one 2 x 2 matrix, shared by all of its columns, and by all rows of the same last step. Scalars are float64.
 //
 // A row's last step is a number: kResting (v is 0 and lambda is 0: nothing moves it), 0 (as the table began, v is 0),
-// or the step that it was last caught up to. One beyond `now` has had a gradient of the step that has not ended yet.
+// or the step that it was last caught up to; now + 1 after a gradient of the step that has not ended yet.
 #pragma once
 
 #include <algorithm>

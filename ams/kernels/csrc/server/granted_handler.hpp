@@ -55,7 +55,7 @@ class GrantedHandler final : public Handler {
   void require(const std::string& table, uint32_t right) {
     // The caller retries over a connection with its current token and certificate; this one is closed soon.
     if (grant_->is_over())
-      throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
+      throw Fault("ShardUnavailable", "the token or certificate of this connection is no longer valid; reconnect");
     if (!may(table, right)) refuse(table, right);
   }
   void require_own(const std::string& table, const std::string& name) {
@@ -68,9 +68,8 @@ class GrantedHandler final : public Handler {
 
   // Reveals nothing about existing tables.
   static constexpr const char* kRefusal =
-      "the shard does not do this for the token of this process, which gives no such right; its log says more. Have "
-      "one made that does "
-      "('geartrain certs token'), and name its file in security.token";
+      "the token of this process does not give the right to this call; the shard's log names the table and the right. "
+      "Have a token made that gives it ('geartrain certs token'), and name its file in security.token";
 
   const std::shared_ptr<Handler> handler_;
   const std::shared_ptr<Grant> grant_;

@@ -27,13 +27,13 @@ constexpr std::chrono::minutes kWarnInterval{1};
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
 std::string words_of(int error) {
-  std::string words = "no new connection for rows can be taken now: " + std::generic_category().message(error);
+  std::string words = "the shard cannot accept a new connection for rows: " + std::generic_category().message(error);
   rlimit limit{};
   if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
-    words += "; this process may have " + std::to_string(limit.rlim_cur) +
-             " files and connections open: raise that (ulimit -n)";
-  if (error == ENFILE) words += ", of the whole machine: raise fs.file-max";
-  return words + ". Those who are connected are served";
+    words += "; this process may open at most " + std::to_string(limit.rlim_cur) +
+             " files and connections: raise that (ulimit -n)";
+  if (error == ENFILE) words += "; this is the limit of the whole machine: raise fs.file-max";
+  return words + ". Open connections are served";
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ std::string Greeter::offer(std::shared_ptr<Handler> handler, size_t taken, size_
   const auto now = Clock::now();
   std::erase_if(offers_, [&](const auto& one) { return one.second.until <= now; });
   if (taken + offers_.size() >= most)
-    throw std::runtime_error(std::to_string(most) + " connections are taken already, the most of this shard");
+    throw std::runtime_error("this shard has " + std::to_string(most) + " connections already, the most it accepts");
   std::string secret(kSecretBytes, '\0');
   if (getrandom(secret.data(), secret.size(), 0) != static_cast<ssize_t>(secret.size())) fail("getrandom");
   offers_[secret] = {now + greeting_, std::move(handler)};
@@ -216,8 +216,7 @@ void Greeter::greet(int fd) {
     if (guest.got < guest.hello.size()) return;  // the rest is still to come
   }
   std::shared_ptr<Handler> handler = guest.got == guest.hello.size() ? take_offer(guest.hello.data()) : nullptr;
-  if (!handler)
-    throw std::runtime_error("it shows no secret of an offer that is good now");
+  if (!handler) throw std::runtime_error("it does not show the secret of a valid offer");
   Guest here = std::move(guest);
   guests_.erase(fd);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);

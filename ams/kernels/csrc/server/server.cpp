@@ -93,7 +93,7 @@ DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, co
 DataServer::~DataServer() { close(); }
 
 DataPlaneOffer DataServer::offer(std::shared_ptr<Grant> grant) {
-  if (is_closing_) throw std::runtime_error("this server is ending");
+  if (is_closing_) throw std::runtime_error("this server is shutting down");
   std::shared_ptr<Handler> handler = handler_;
   if (grant) {
     handler = std::make_shared<GrantedHandler>(handler_, std::move(grant));

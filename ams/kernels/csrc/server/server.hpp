@@ -2,7 +2,7 @@
 //
 // A client shows a secret that the shard gave it before (gRPC: OpenDataPlane), valid for one connection and a few
 // seconds. A client that violates the frame or mailbox format is disconnected; its mailboxes are freed once no call
-// uses them, and requests that have not begun never do.
+// uses them, and requests that have not begun are dropped.
 #pragma once
 
 #include <atomic>

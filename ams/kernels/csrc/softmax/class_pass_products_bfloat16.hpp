@@ -21,7 +21,7 @@ constexpr int64_t blocks_of_32(int64_t size) { return (size + 31) / 32; }
 #endif
 
 // C[rows, columns] (= or +=) A * B. With `whole`, C is written in whole blocks of 32 x 32. The summands are `deep`
-// blocks of A from its first and as many of B from b on, of which b_next apart are the blocks of the next 16 columns.
+// blocks of A from its first and as many of B from b; blocks of the next 16 columns are b_next apart.
 void product(int64_t rows, int64_t columns, int64_t deep, const Narrow* a, const Narrow* b, ptrdiff_t b_next, float* c,
              ptrdiff_t c_row, bool add, bool whole) {
   const ptrdiff_t a_next = deep * kBlock;

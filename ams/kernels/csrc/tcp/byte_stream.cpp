@@ -55,7 +55,7 @@ size_t ByteStream::read(char* to, size_t most_bytes) {
   for (;;) {
     const auto received = recv(fd(), to, most_bytes, 0);
     if (received > 0) return static_cast<size_t>(received);
-    if (received == 0) throw std::runtime_error("the connection has ended");
+    if (received == 0) throw std::runtime_error("the peer closed the connection");
     if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
     if (errno != EINTR) fail("recv");
   }
@@ -110,9 +110,9 @@ OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bou
   OwnedFd socket(::socket(first.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");
   set(socket.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  // as gRPC listens
+  // as gRPC does
   if (first.ai_family == AF_INET6) set(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, std::string(host) != "::");
-  if (bind(socket.get(), first.ai_addr, first.ai_addrlen) != 0) fail("cannot listen for connections of rows");
+  if (bind(socket.get(), first.ai_addr, first.ai_addrlen) != 0) fail("cannot listen for connections for rows");
   if (listen(socket.get(), 128) != 0) fail("listen");
   sockaddr_storage bound{};
   socklen_t bytes = sizeof(bound);
@@ -140,7 +140,7 @@ OwnedFd connect_stream(const char* host, unsigned short port, double timeout_sec
     socklen_t bytes = sizeof(error);
     if (getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 && error == 0) return socket;
   }
-  fail("nothing can be connected to there", error);
+  fail("cannot connect", error);
 }
 
 }  // namespace geartrain

@@ -123,7 +123,7 @@ std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t max_re
     const std::lock_guard lock(mutex_);
     const size_t bytes = request_bytes + max_reply_bytes;
     if (in_flight_bytes_ + bytes > std::max(limits_.max_in_flight_bytes, bytes))
-      throw Full("too much is in flight to the shard");
+      throw Full("too many bytes are in flight to the shard");
     in_flight_bytes_ += request_bytes + max_reply_bytes;
   }
   try {
@@ -160,7 +160,7 @@ void Tcp::send(const std::shared_ptr<Pending>& pending, std::span<const std::spa
   }
   std::unique_lock lock(sending_, std::defer_lock);
   while (!lock.try_lock_until(std::min(deadline, Clock::now() + kLookInterval)))
-    if (Clock::now() >= deadline || (look && look())) throw Full("the shard takes no more requests in time");
+    if (Clock::now() >= deadline || (look && look())) throw Full("the shard did not receive the request in time");
   require_there();
   try {
     for (const auto& piece : frame) write(piece, deadline, look);
@@ -185,9 +185,9 @@ void Tcp::write(std::span<const char> bytes, SteadyTime deadline, const std::fun
     }
     require_there();
     if (const auto now = Clock::now(); now >= deadline || now - silent_since > kLongestSilence)
-      throw std::runtime_error("the shard takes nothing");
+      throw std::runtime_error("the shard receives nothing");
     if (look && Clock::now() >= next_look) {
-      if (look()) throw std::runtime_error("the caller has gone");
+      if (look()) throw std::runtime_error("the caller stopped waiting");
       next_look = Clock::now() + kLookInterval;
     }
     if (!stream_.wait(true, static_cast<int>(std::min<int64_t>(100, millis_until(deadline) + 1)))) continue;
@@ -274,11 +274,11 @@ void Tcp::read_header() {
   }
   if (!reading_) {
     if (header.body_bytes > limits_.max_frame_bytes)
-      throw std::runtime_error("the shard sends more than anybody asked for");
+      throw std::runtime_error("the shard sends a frame larger than any reply");
     return;
   }
   const size_t bytes = header_.size() + header.body_bytes;
-  if (bytes > reading_->max_reply_bytes) throw std::runtime_error("the shard sends more than was asked for");
+  if (bytes > reading_->max_reply_bytes) throw std::runtime_error("the shard sends more than was requested");
   reading_->reply = buffers_.take(bytes);
   reading_->reply_bytes = bytes;
   std::memcpy(reading_->reply.data(), header_.data(), header_.size());
@@ -289,7 +289,7 @@ void Tcp::read_header() {
 std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret,
                                         double timeout_seconds, bool uses_tls, const TcpLimits& limits) {
   if (port == 0 || secret.size() != kSecretBytes)
-    throw std::runtime_error("a shard told no place and secret for a connection");
+    throw std::runtime_error("the shard's offer of a connection has no port, or no secret of 32 bytes");
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   OwnedFd socket = connect_stream(host.c_str(), port, timeout_seconds);
@@ -297,11 +297,11 @@ std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, 
   ByteStream stream(std::move(socket), uses_tls ? Tls::client(fd, secret, limits.max_records) : nullptr);
   const auto await = [&] {
     if (Clock::now() >= deadline || !stream.wait(false, static_cast<int>(millis_until(deadline))))
-      throw std::runtime_error("the shard does not greet");
+      throw std::runtime_error("the shard does not answer");
   };
   while (!stream.shake_hands()) await();
   Hello hello = hello_with(secret);
-  if (stream.write(hello.data(), hello.size()) != hello.size()) throw std::runtime_error("the shard takes nothing");
+  if (stream.write(hello.data(), hello.size()) != hello.size()) throw std::runtime_error("the shard receives nothing");
   for (size_t got = 0; got < sizeof(FrameHeader);) {
     const size_t received = stream.read(hello.data() + got, sizeof(FrameHeader) - got);
     got += received;

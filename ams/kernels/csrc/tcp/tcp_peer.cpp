@@ -25,8 +25,8 @@ class OwnReply : public ReplyPlace {
   std::span<char> room(size_t, size_t most_bytes) override {
     if (most_bytes > outbox_->memory().max_frame)
       throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) +
-                                         " bytes, the most of one frame is " +
-                                         std::to_string(outbox_->memory().max_frame) + "; ask for fewer rows at once");
+                                         " bytes; a frame has at most " + std::to_string(outbox_->memory().max_frame) +
+                                         "; pull fewer rows at once");
     Reply& reply = reply_.emplace_back();
     try {
       reply.buffer = outbox_->memory().take(most_bytes);
@@ -62,7 +62,7 @@ Buffer FrameMemory::take(size_t bytes) {
   Buffer buffer = pool.take(bytes);
   if (used.fetch_add(buffer.bytes()) + buffer.bytes() > most) {
     give_back(std::move(buffer));
-    throw Fault("Busy", "this shard has too many requests and replies under way; ask again", 0.1);
+    throw Fault("Busy", "this shard has too many requests and replies in flight; retry", 0.1);
   }
   return buffer;
 }
@@ -228,7 +228,7 @@ bool TcpPeer::has_room() const {
 bool TcpPeer::let_in() {
   if (has_room()) take_memory();
   else if (Clock::now() >= waits_until())
-    refusal_ = Fault("Busy", "this shard has too many large requests; ask again", 0.1);
+    refusal_ = Fault("Busy", "this shard has too many large requests; retry", 0.1);
   else return false;
   end_wait();
   moved_at_ = Clock::now();
@@ -249,7 +249,7 @@ void TcpPeer::take_memory() {
     return;
   } catch (const std::bad_alloc&) {
     refusal_ =
-        Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
+        Fault("OutOfMemory", "the shard is out of memory; the call changed nothing. Give its machine more memory");
     return;
   }
   if (frame_bytes() > kSmallRequest) memory.received += counted_ = frame_bytes();

@@ -177,7 +177,7 @@ OpenSsl::OpenSsl() {
     if (address != nullptr) return address;
     const char* why = dlerror();
     throw Fault("ConfigError",
-                "rows by TCP are to be encrypted, which OpenSSL 3 of the system does, and it cannot be loaded (" +
+                "OpenSSL 3 of the system, which encrypts rows sent by TCP, cannot be loaded (" +
                     std::string(why == nullptr ? name : why) +
                     "); install it: 'apt install libssl3' (Debian, Ubuntu), 'dnf install openssl-libs' (Fedora, RHEL)");
   };
@@ -194,8 +194,9 @@ OpenSsl::OpenSsl() {
       SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 &&
       SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_num_tickets(context, 0) == 1;
   if (!is_good)
-    throw Fault("ConfigError",
-                "OpenSSL of this system cannot do TLS 1.3 with AES-128-GCM: its configuration may forbid that");
+    throw Fault(
+        "ConfigError",
+        "OpenSSL of this system refuses TLS 1.3 with AES-128-GCM; allow both in its configuration (openssl.cnf)");
   char groups[] = "X25519:P-256";
   SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // if it fails, the system's preference applies
   SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
@@ -252,7 +253,7 @@ bool Tls::is_done(int result) {
   const OpenSsl& o = openssl();
   const char* reason = o.ERR_reason_error_string(o.ERR_peek_last_error());
   o.ERR_clear_error();
-  throw std::runtime_error(reason == nullptr ? "the connection has ended" : std::string("TLS: ") + reason);
+  throw std::runtime_error(reason == nullptr ? "the peer closed the connection" : std::string("TLS: ") + reason);
 }
 
 // Returns an error number, or 0. A reader may leave an error to the next call: earlier input is valid.
@@ -276,7 +277,7 @@ bool Tls::shake_hands() {
   const int result = o.SSL_do_handshake(ssl_);
   flush();
   if (!is_done(result)) return false;
-  if (o.SSL_session_reused(ssl_) != 1) throw std::runtime_error("TLS: the other end does not use the secret");
+  if (o.SSL_session_reused(ssl_) != 1) throw std::runtime_error("TLS: the peer does not use the secret");
   has_buffered_ = true;
   return true;
 }
@@ -311,7 +312,7 @@ void Tls::encrypt(const char* from, size_t bytes) {
   while (taken_ < bytes) {
     size_t taken = 0;
     if (!is_done(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken)))
-      throw std::runtime_error("TLS: the other end has begun a message and does not end it");
+      throw std::runtime_error("TLS: the peer sent only the start of a message");
     taken_ += taken;
     if (++num_records_ % max_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
   }

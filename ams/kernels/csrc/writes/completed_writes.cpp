@@ -13,7 +13,7 @@ namespace {
 // Incarnations that the scheduler may have assigned since its last known one, which are above those that callers may
 // choose.
 constexpr int64_t kGivenSince = int64_t{1} << 32;
-constexpr const char* kBeginAnew = "begin the job anew: cluster.fence(job, incarnation)";
+constexpr const char* kBeginAnew = "start the job anew: cluster.fence(job, incarnation)";
 
 // Calls visit(job) for each job that a stream belongs to, from the widest.
 template <class Visit>
@@ -53,7 +53,7 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   if (context.stream.empty() || sequence < 1)
     throw Fault("InvalidArgument", "a write needs a stream and a sequence >= 1 (stream " + quoted(context.stream) +
                                        ", sequence " + std::to_string(sequence) +
-                                       "): they are what makes a retry apply once");
+                                       "): a shard recognises a retry by them");
   for (const auto& [name, number] :
        {std::pair("sequence", sequence), {"oldest_unacknowledged", context.oldest_unacknowledged}})
     if (number > kMaxChosen)
@@ -65,12 +65,13 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   forget_acknowledged(stream, context.oldest_unacknowledged, context.incarnation);
   if (sequence < stream.oldest_unacknowledged)
     throw Fault("StaleClient", named(context) + " was acknowledged already (oldest unacknowledged: " +
-                                   std::to_string(stream.oldest_unacknowledged) + "); number writes upwards");
+                                   std::to_string(stream.oldest_unacknowledged) + "); number writes in rising order");
   if (const auto found = stream.done.find(sequence); found != stream.done.end()) {
     if (found->second.table->is_dropped)
-      throw Fault(
-          "StaleClient",
-          named(context) + " was applied to a table that was dropped since; number writes upwards, or " + kBeginAnew);
+      throw Fault("StaleClient",
+                  named(context) +
+                      " was applied to a table that was dropped since; number writes in rising order, or " +
+                      kBeginAnew);
     completion(Done{.created = found->second.created, .duplicate = true});
     return false;
   }
@@ -97,7 +98,7 @@ void CompletedWrites::applied(const CallContext& context, const Done& done, std:
   failpoint("shard.mark.before");
   Streams::Entry& entry = waiting_stream(context);
   Waiting waiting = taken(entry, context.sequence);
-  if (waiting.mark.empty()) throw Fault("InternalError", named(context) + " ends and was not admitted");
+  if (waiting.mark.empty()) throw Fault("InternalError", named(context) + " is complete, but was never admitted");
   waiting.mark.mapped() = Applied{context.incarnation, done.created, table_of(table)};
   note_table(entry.value, waiting.mark.mapped().table);
   entry.value.done.insert(std::move(waiting.mark));
@@ -148,7 +149,7 @@ bool CompletedWrites::is_possible(int64_t incarnation) const {
 void CompletedWrites::require_possible(const std::string& of_whom, int64_t incarnation) const {
   if (!is_possible(incarnation))
     throw Fault("InvalidArgument", "incarnation of " + of_whom + " is " + std::to_string(incarnation) +
-                                       "; it must be at most 2^62, or one that the scheduler gave out");
+                                       "; it must be at most 2^62, or one that the scheduler issued");
 }
 
 void CompletedWrites::require_current(const CallContext& context) const {
@@ -195,9 +196,7 @@ CompletedWrites::Streams::Entry& CompletedWrites::current(const CallContext& con
   if (forgotten_streams_.size() != 0 && forgotten_streams_.find(context.stream) != nullptr)
     throw Fault("StaleClient",
                 "stream " + quoted(context.stream) + " wrote nothing here while " + std::to_string(max_streams_) +
-                    " others did, so that it is not known any more which of its writes are repetitions; connect "
-                    "anew, or " +
-                    kBeginAnew);
+                    " others did, and this shard forgot which of its writes were applied; reconnect, or " + kBeginAnew);
   Streams::Entry* known = streams_.find(context.stream);
   Streams::Entry& entry = known != nullptr ? *known : begin(context.stream);
   streams_.touch(entry);
@@ -222,7 +221,7 @@ CompletedWrites::Streams::Entry& CompletedWrites::begin(const std::string& name)
 
 CompletedWrites::Streams::Entry& CompletedWrites::waiting_stream(const CallContext& context) {
   Streams::Entry* entry = streams_.find(context.stream);
-  if (entry == nullptr) throw Fault("InternalError", named(context) + " ends and was not admitted");
+  if (entry == nullptr) throw Fault("InternalError", named(context) + " is complete, but was never admitted");
   return *entry;
 }
 

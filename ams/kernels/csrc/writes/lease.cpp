@@ -46,9 +46,9 @@ void Lease::look(double now) {
   const double gap = now - ran_;
   ran_ = std::max(ran_, now);
   if (!refusal_ && gap > seconds_ / 2 && now > began_ + seconds_)
-    refusal_ = "shard " + std::to_string(shard_) + " was stopped for " + fixed_point(gap, 1) + " s and its lease of " +
+    refusal_ = "shard " + std::to_string(shard_) + " was stopped for " + fixed_point(gap, 1) + " s, and its lease of " +
                six_digits(seconds_) +
-               " s ran out meanwhile; it asks the scheduler first whether another process holds the shard now";
+               " s ran out; it serves no call until the scheduler says that no other process holds the shard";
 }
 
 }  // namespace geartrain

@@ -36,13 +36,12 @@ const std::optional<double>* found_in(const Numbers& numbers, const std::string&
   return nullptr;
 }
 
-// Returns text such as "lr 0.1, momentum that of the table": those of `numbers` that `names` holds.
+// Returns the `numbers` that `names` holds as text, such as "lr 0.1, momentum as the table's".
 std::string shown_of(const Numbers& numbers, const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) {
     const std::optional<double>* value = found_in(numbers, name);
-    text +=
-        (text.empty() ? "" : ", ") + name + " " + (value != nullptr && *value ? shown(**value) : "that of the table");
+    text += (text.empty() ? "" : ", ") + name + " " + (value != nullptr && *value ? shown(**value) : "as the table's");
   }
   return text;
 }
@@ -64,16 +63,18 @@ void require_equal_numbers(const PushRequest& mine, const PushRequest& its) {
 
 void require_equal_pieces(const std::string& table, const PushRequest& mine, const PushRequest& its) {
   if (mine.step_goes_on == its.step_goes_on) return;
-  const std::string ends = "ends", goes_on = "goes on with";
-  throw Fault("StepMismatch", rank_of(*mine.group) + " " + (mine.step_goes_on ? goes_on : ends) + " a step of table " +
-                                  quoted(table) + ", another " + (mine.step_goes_on ? ends : goes_on) +
-                                  " it; all ranks must push their active rows in the same pieces");
+  const std::string last = "the last piece", earlier = "an earlier piece";
+  throw Fault("StepMismatch", rank_of(*mine.group) + " pushes " + (mine.step_goes_on ? earlier : last) +
+                                  " of a step of table " + quoted(table) + ", another rank " +
+                                  (mine.step_goes_on ? last : earlier) +
+                                  "; all ranks must push their active rows in the same pieces");
 }
 
 void require_rank(const SyncGroup& member) {
   if (member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
     throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " +
-                                       std::to_string(member.world_size) + " is not a rank of a group");
+                                       std::to_string(member.world_size) +
+                                       " is impossible: 0 <= rank < world_size <= " + std::to_string(kMaxWorldSize));
   if (member.sequence < 1 || member.sequence > kMaxChosen)
     throw Fault("InvalidArgument", "sequence " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
                                        " must lie in [1, 2^62]");
@@ -89,8 +90,8 @@ void require_at_step(const std::string& table, const SyncGroup& member, int64_t 
 Fault replaced(const std::string& table, const SyncGroup& member) {
   return {"StepMismatch",
           rank_of(member) + " pushed step " + std::to_string(member.sequence) + " of table " + quoted(table) +
-              " once more while this push of it waited, and that one counts; if this one was not given up, another "
-              "process runs as the same rank: stop one of them"};
+              " again while this push waited; the later push counts. If this push was not retried, another process "
+              "runs as the same rank: stop one of them"};
 }
 
 Fault taken_over(const std::string& job, int64_t incarnation) {
@@ -163,17 +164,16 @@ std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group
     size_t of_group = bytes;
     for (const auto& [other, part] : group.waiting) of_group += other == rank ? 0 : part.bytes;
     const auto say = [&](size_t taken) {
-      return std::to_string(taken) + " bytes of ranks that wait for others; a shard keeps at most " +
+      return std::to_string(taken) + " bytes of pushes that wait for other ranks; this shard keeps at most " +
              std::to_string(most);
     };
     if (of_group > most)
       throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) +
-                                         " needs room for " + say(of_group) +
-                                         ". Push fewer rows in a step, or add shards");
+                                         " has " + say(of_group) + ". Push fewer rows in a step, or add shards");
     // The step that has waited longest is admitted: otherwise parts of many tables, each of which lacks another rank's,
     // would wait for ever.
     if (&groups_.first_held()->value != &group)
-      throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
+      throw Fault("Busy", "with this push there are " + say(all) + "; nothing of it was kept. Retry it", 0.2);
   }
   *waiting_bytes_ += bytes;  // before the allocation below, which reverts it on failure
   return {nullptr, [sum = waiting_bytes_, bytes](const void*) { *sum -= bytes; }};
@@ -283,17 +283,17 @@ SyncGroups::Groups::Entry& SyncGroups::group(const std::string& table, const Syn
     throw Fault("StepMismatch",
                 "job " + quoted(member.job) + " pushed nothing to table " + quoted(table) + " while " +
                     std::to_string(max_groups_) +
-                    " other groups did, so that its step is not known here any more; start all ranks anew from "
-                    "their last snapshot, under a new job name");
+                    " other groups did, and this shard forgot its step; restart all ranks from their last snapshot, "
+                    "under a new job name");
   Groups::Entry* known = groups_.find(key);
   if (known == nullptr)
     known =
         &begin({.table = table, .job = member.job, .world_size = member.world_size, .next_sequence = member.sequence});
   groups_.touch(*known);
   if (known->value.world_size != member.world_size)
-    throw Fault("StepMismatch", rank_of(member) + " trusts in " + std::to_string(member.world_size) +
-                                    " ranks, the group has " + std::to_string(known->value.world_size) +
-                                    "; start a new job name after changing the number of workers");
+    throw Fault("StepMismatch", rank_of(member) + " has world_size " + std::to_string(member.world_size) +
+                                    ", its group " + std::to_string(known->value.world_size) +
+                                    "; use a new job name after changing the number of workers");
   return *known;
 }
 

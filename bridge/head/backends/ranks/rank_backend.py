@@ -149,7 +149,7 @@ class RankBackend:
         raise_late(self, refused=sum(left), has_bad=any(bad), steps=steps)
 
     def pop_captured(self) -> Callable[[int], None]:
-        """Return as :meth:`DeviceLabels.pop_captured`."""
+        """Return the result of :meth:`DeviceLabels.pop_captured`."""
         return self.late_labels.pop_captured()
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -178,7 +178,7 @@ class RankBackend:
         self.update.rows_are_of(step)
 
     def sharded_rows(self, head: nn.Module) -> ShardedRows:
-        """Return as ``ClassHead.sharded_rows``."""
+        """Return the result of ``ClassHead.sharded_rows``."""
         return ShardedRows(self, head)
 
     def start(

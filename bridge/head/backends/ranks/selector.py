@@ -129,9 +129,9 @@ class RankSelector:
         """Raise InvalidArgument unless the selection is the same work in each step, whatever the labels."""
         if len(labels_B) > budget or self._select.ranking(len(labels_B), num_live_classes) is None:
             raise InvalidArgument(
-                f"{self._select!r} chooses {budget} classes for {len(labels_B)} labels on the host, as no CUDA graph "
-                "does; capture steps of FullSoftmax() or PartialFC(sample_rate), with at least as many active classes "
-                "as labels"
+                f"{self._select!r} chooses {budget} classes for {len(labels_B)} labels on the host, which no CUDA "
+                "graph can; capture steps of FullSoftmax() or PartialFC(sample_rate), with at least as many active "
+                "classes as labels"
             )
 
     def _on_device(self, ranking: Ranking) -> TorchGraph | OwnNeighbours | None:
@@ -183,7 +183,7 @@ class LiveIds:
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """Return as :meth:`LiveClasses.numbers`."""
+        """Return the result of :meth:`LiveClasses.numbers`, for ids on a device."""
         if self.live_classes.are_all:
             return ids
         return ids - self._before[torch.searchsorted(self._starts, ids, right=True)]

@@ -197,9 +197,9 @@ class RankStep:
         fuses = takes(table, here, batch, always=self.backend.fuses)
         if captures and not fuses:
             raise InvalidArgument(
-                "this head's step is not made by kernels alone, and so is for no CUDA graph: smoothed labels, several "
-                "centers a class, rows that move untouched, float64 and margins that change the logits of other "
-                "classes are not, nor is anything without Triton"
+                "a CUDA graph cannot capture this head's step, as Triton kernels do not compute all of it. It needs "
+                'Triton, and none of: label_smoothing, sub_centers, untouched="elapsed", float64, and a margin that '
+                "changes the logits of other classes"
             )
         return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight, fuses=fuses)
 

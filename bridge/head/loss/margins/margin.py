@@ -55,8 +55,8 @@ class Margin(Protocol):
 
     @property
     def scale(self) -> float | None:
-        """Factor of every logit; finite and > 0. None, in a dataclass: :func:`~.scale.automatic_scale`, once a head has
-        it."""
+        """Factor of every logit; finite and > 0. If it is None in a dataclass, a head sets it to
+        :func:`~.scale.automatic_scale`."""
 
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
@@ -74,7 +74,7 @@ class Margin(Protocol):
 class NegativesMargin(Margin, Protocol):
     """Margin that changes the logits of the other classes, too. Not with ``rows="hosted"``, where shards compute them.
 
-    Products are those of tensor operations, on a CPU slower than the compiled ones, and never in float16.
+    Products are computed by tensor operations: slower on a CPU than in compiled code, and never in float16.
     """
 
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class AdaptiveMargin(Protocol):
 
     @property
     def scale(self) -> float | None:
-        """Scale as in :class:`Margin`; the largest that it takes."""
+        """Largest scale of the margins of all batches; None as in :class:`Margin`."""
 
     def for_batch(self, batch: MarginBatch) -> Margin:
         """Return the margin of the forward pass over this batch. Collective."""
@@ -167,8 +167,8 @@ class MarginBatch:
     def learn(self, **values: Tensor) -> None:
         """Keep numbers (0-dim, float64) by name for later batches, in ``state_dict`` and snapshots.
 
-        Only in training, with a joint batch that is not empty and has no bad label, and if all numbers are finite: else
-        the earlier ones stay.
+        The earlier ones stay outside training, for a joint batch that is empty or has a bad label, and if a number is
+        not finite.
         """
         if not self.training or self.joint_size == 0:
             return

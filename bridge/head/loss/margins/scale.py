@@ -33,11 +33,11 @@ def with_scale(margin: Any, num_classes: int) -> Any:
 
 
 def scale_of(margin: AnyMargin) -> float:
-    """Return the margin's scale. Raises InvalidArgument if that waits for the number of classes."""
+    """Return the margin's scale. Raises InvalidArgument if it is None: it depends on a head's number of classes."""
     if margin.scale is None:
         raise InvalidArgument(
-            f"scale of {margin!r} is None, which a ClassHead replaces by its number of classes; give a number > 0, "
-            "such as 32, where there is no head"
+            f"scale of {margin!r} is None, and only a ClassHead replaces that, by a scale for its number of classes; "
+            "give a number > 0, such as 32"
         )
     return margin.scale
 

@@ -222,7 +222,7 @@ def test_every_instruction_set_follows_the_formulas(instruction_set: str) -> Non
         text=True,
         timeout=120,
     )
-    if "has no more than" in ran.stderr:
+    if "the best of this CPU is" in ran.stderr:
         pytest.skip(f"this CPU has no {instruction_set}")
     assert ran.returncode == 0, ran.stderr
 
@@ -385,7 +385,7 @@ def test_sums_of_another_shape_are_refused() -> None:
         "threads": 1,
     }
     nothing = {"sum": np.zeros((0, 4)), "weighted": None}
-    with pytest.raises(ValueError, match="P not 0"):
+    with pytest.raises(ValueError, match="P >= 1"):
         compiled.forward(case.rows, **NO_TARGETS, **{**fine, **nothing})
     wrong: dict[str, Any] = {
         "sum": np.zeros((2, 5)),
@@ -395,9 +395,9 @@ def test_sums_of_another_shape_are_refused() -> None:
         "threads": 0,
     }
     several = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True, centers=3)
-    with pytest.raises(ValueError, match="for each center"):
+    with pytest.raises(ValueError, match="features times centers"):
         several.forward(case.rows, **NO_TARGETS, **fine)
-    with pytest.raises(ValueError, match="no row_sum"):
+    with pytest.raises(ValueError, match="row_sum must not be given"):
         several.forward(case.rows.reshape(10, 18), **NO_TARGETS, **{**fine, "kept": None}, row_sum=np.zeros((2, 6)))
     for centers in (0, 33):
         with pytest.raises(ValueError, match="centers"):

@@ -53,14 +53,14 @@ def test_a_number_is_written_as_python_writes_it(number: float) -> None:
     groups.join(CallContext(), push)
     with pytest.raises(StepMismatch) as refused:
         groups.join(CallContext(), replace(push, lr=None, group=replace(group, rank=1)))
-    assert f"with lr that of the table, another rank with lr {number}; all ranks" in str(refused.value)
+    assert f"with lr as the table's, another rank with lr {number}; all ranks" in str(refused.value)
     now = 0.0
     lease = Lease(1, abs(number), clock=lambda: now)
     now = 3 * abs(number) + 1.0
     if now < float("inf"):
         with pytest.raises(ShardUnavailable) as stopped:
             lease.check()
-        assert f"was stopped for {now:.1f} s and its lease of {abs(number):g} s ran out" in str(stopped.value)
+        assert f"was stopped for {now:.1f} s, and its lease of {abs(number):g} s ran out" in str(stopped.value)
 
 
 def test_a_number_of_more_than_64_bits_is_refused_by_its_name() -> None:

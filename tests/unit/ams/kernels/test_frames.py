@@ -130,8 +130,8 @@ def test_no_damaged_frame_is_taken_or_read_beyond_its_end(seed: int) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({0: b"HTTP"}, "this is no frame"),
-        ({4: b"\2\0"}, "of version 2; this is version 1"),
+        ({0: b"HTTP"}, "this is not a frame"),
+        ({4: b"\2\0"}, "has version 2, this process version 1"),
         ({16: b"\6"}, "the header's checksum is wrong"),
         ({64: b"\3"}, "an operation's checksum is wrong"),
     ],
@@ -190,7 +190,7 @@ def test_a_text_that_does_not_fit_the_reply_is_cut_between_characters() -> None:
 def test_other_rows_than_were_asked_for_are_refused() -> None:
     frame = _core.build_reply_frame(5, [{"rows": bytes(64)}])
     for expected in ((32, 0), (128, 0), (60, 4)):
-        with pytest.raises(ProtocolError, match="other rows came"):
+        with pytest.raises(ProtocolError, match="other rows than were requested"):
             _core.parse_reply_frame(frame, 5, [expected])
     for number, count in ((6, 1), (5, 2)):
         with pytest.raises(ProtocolError, match="it answers another"):

@@ -78,7 +78,7 @@ def test_a_shard_without_descriptors_waits_for_some_and_serves_who_is_there(way:
         assert child.stdin is not None and child.stdout is not None
         name, lost, secret, port = child.stdout.readline().split()
         try:
-            with pytest.raises(RuntimeError, match="does not greet"):
+            with pytest.raises(RuntimeError, match="does not answer"):
                 if way == "ring":
                     _core.connect_ring(name, bytes.fromhex(lost), 0.2)
                 else:

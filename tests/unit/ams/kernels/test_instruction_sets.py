@@ -94,7 +94,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     here, compared = digest(), 0
     for name in INSTRUCTION_SETS:
         ran = run_with(GEARTRAIN_ISA=name)
-        if "has no more than" in ran.stderr:
+        if "the best of this CPU is" in ran.stderr:
             continue
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.split() == [name, ops.lookahead(), here]

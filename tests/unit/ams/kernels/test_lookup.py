@@ -102,7 +102,7 @@ def test_an_id_out_of_range_is_named_by_feature_and_place(ids: list[int], rows: 
 
 @pytest.mark.parametrize(
     ("bags", "message"),
-    [(np.array([0, 2]), "offsets must go"), (np.array([0, 4, 3]), "fall"), (2, "multiple"), (np.array([1, 3]), "go")],
+    [(np.array([0, 2]), "must go"), (np.array([0, 4, 3]), "decrease"), (2, "multiple"), (np.array([1, 3]), "go")],
 )
 def test_bags_that_contradict_the_ids_are_refused(bags: np.ndarray | int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

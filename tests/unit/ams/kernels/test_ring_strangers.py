@@ -392,9 +392,9 @@ def greeting(hello: bytes, descriptor: Callable[[], int]) -> Callable[[socket.so
         (lambda connected, _: connected.close(), "refuses the connection"),
         (lambda connected, _: connected.send(HELLO), "refuses the connection"),
         (greeting(FRAME[:64], lambda: file_of(PAGE)), "another kind"),
-        (greeting(HELLO, lambda: file_of(PAGE, seals=0)), "no shard"),
-        (greeting(HELLO, lambda: file_of(2 * PAGE)), "no shard"),
-        (greeting(HELLO, lambda: os.open("/dev/null", os.O_RDWR)), "no shard"),
+        (greeting(HELLO, lambda: file_of(PAGE, seals=0)), "not a shard"),
+        (greeting(HELLO, lambda: file_of(2 * PAGE)), "not a shard"),
+        (greeting(HELLO, lambda: os.open("/dev/null", os.O_RDWR)), "not a shard"),
     ],
 )
 def test_who_is_no_shard_is_not_connected_to(greet: Callable[[socket.socket, Impostor], None], says: str) -> None:
@@ -406,7 +406,7 @@ def test_a_shard_that_does_not_greet_is_not_waited_for() -> None:
     go_on = threading.Event()
     with Impostor(lambda *_: (go_on.wait(SOON), None)[1]) as there, ExitStack() as stack:
         stack.callback(go_on.set)
-        with pytest.raises(RuntimeError, match="does not greet"):
+        with pytest.raises(RuntimeError, match="does not answer"):
             _core.connect_ring(there.name, bytes(32), 0.05)
     with pytest.raises(OSError, match="refused"):
         _core.connect_ring(there.name, bytes(32), SOON)

@@ -251,8 +251,8 @@ def test_a_group_and_its_numbers_travel(shards: Shards) -> None:
 @pytest.mark.parametrize(
     ("ids", "rows", "settings", "words"),
     [
-        ([5, 6, 7], [[1, 1], [np.nan, 1], [1, np.inf]], {}, r"2 of 3 rows .* first row 1 \(id 6\); nothing was sent"),
-        ([5, 6, 5], [[3e38, 1], [1, 1], [3e38, 1]], {}, r"1 of 2 rows .* first row 0 \(id 5\); nothing was sent"),
+        ([5, 6, 7], [[1, 1], [np.nan, 1], [1, np.inf]], {}, r"2 of 3 .* first is row 1 \(id 6\); nothing was sent"),
+        ([5, 6, 5], [[3e38, 1], [1, 1], [3e38, 1]], {}, r"1 of 2 .* first is row 0 \(id 5\); nothing was sent"),
         (
             [5, 6],
             [[3e38, 1], [1, 1]],

@@ -69,7 +69,7 @@ def test_a_shard_takes_no_more_memory_for_frames_than_it_may(make: Callable[...,
         assert (reply["error"], reply["retry_after_seconds"]) == ("Busy", 0.1)
         assert ask(ours, small)[0]["rows"] == expected([1])
     (reply,) = ask(ours, pull("rows", range(100), 4_000))
-    assert reply["error"] == "MessageTooLarge" and "ask for fewer rows at once" in reply["message"]
+    assert reply["error"] == "MessageTooLarge" and "pull fewer rows at once" in reply["message"]
     with pytest.raises(_core.ConnectionLost):
         ask(ours, push("rows", range(50_000), 8))  # nothing is read of what is too large
     assert ask(shard.connect(), small)[0]["rows"] == expected([1])
@@ -143,7 +143,7 @@ def test_a_shard_that_answers_otherwise_is_left_by_tcp(reply: str) -> None:
 def test_where_no_shard_listens_by_tcp_nothing_is_connected_to() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(RuntimeError, match="does not greet"):
+        with pytest.raises(RuntimeError, match="does not answer"):
             _core.connect_tcp("127.0.0.1", port, bytes(32), 0.05)
     with pytest.raises(OSError, match="refused"):
         _core.connect_tcp("127.0.0.1", port, bytes(32), SOON)

@@ -64,7 +64,7 @@ def test_bounds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="5000 keys"):
         values.read("job", ["key"] * 5000)
     monkeypatch.setattr(rendezvous, "MAX_BYTES", 1000)
-    with pytest.raises(OutOfMemory, match="goes by itself within 60 s"):
+    with pytest.raises(OutOfMemory, match="expire within 60 s"):
         values.write(write("large", 3, bytes(1000)))
     values.write(write("text", 4))
     assert values._bytes == 0

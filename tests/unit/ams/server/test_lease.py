@@ -40,7 +40,7 @@ def test_a_stop_past_the_lease_refuses_until_a_heartbeat_is_answered(clocked: Cl
     clocked.run_until(105)
     clocked.lease.confirm(began=105)
     clocked.now = 127
-    with pytest.raises(ShardUnavailable, match=r"shard 3 was stopped for 22\.0 s and its lease of 10 s ran out"):
+    with pytest.raises(ShardUnavailable, match=r"shard 3 was stopped for 22\.0 s, and its lease of 10 s ran out"):
         clocked.lease.check()
     clocked.run_until(130)
     with pytest.raises(ShardUnavailable):

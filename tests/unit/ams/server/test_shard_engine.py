@@ -134,10 +134,10 @@ def test_nothing_is_begun_for_a_caller_who_left_before_an_idle_shard_was_asked(s
     gone = Waiter()
     gone.leave()
     push = Push(table="t", ids=IDS, gradients=ONES)
-    with pytest.raises(ShardUnavailable, match="the caller has gone"):
+    with pytest.raises(ShardUnavailable, match="the caller stopped waiting"):
         shard.write(CallContext(stream="s", incarnation=1, sequence=1), push, gone)
     out = np.full((len(IDS), DIM), 7, np.float32)
-    with pytest.raises(ShardUnavailable, match="the caller has gone"):
+    with pytest.raises(ShardUnavailable, match="the caller stopped waiting"):
         shard.pull(CallContext(), Pull(table="t", ids=IDS, out=out), gone)
     assert (out == 7).all()
     assert (rows(shard) == 0).all()
@@ -178,7 +178,7 @@ def test_a_caller_who_leaves_before_the_turn_has_come_gets_nothing_done(shard: S
         written = pool.submit(shard.write, context, push, waiter)
         until_waiting(shard, 1)
         waiter.leave()
-        with pytest.raises(ShardUnavailable, match="the caller has gone"):
+        with pytest.raises(ShardUnavailable, match="the caller stopped waiting"):
             written.result(10)
     assert (rows(shard) == 0).all()
     assert shard.write(context, push) == Done(created=len(IDS))
@@ -242,7 +242,7 @@ def test_what_comes_through_shared_memory_needs_no_interpreter_and_counts_once(s
             expected[3] = -2
             assert (pulled["rows"], pulled["present"]) == (expected.tobytes(), b"\1" * 10)
         (refused,) = frame_calls.ask(ours, frame_calls.push("t", [1, 1], kind="assign", **(write | {"sequence": 2})))
-        assert (refused["error"], refused["message"]) == ("InvalidRows", "2 ids to assign hold 1 duplicate")
+        assert refused["error"] == "InvalidRows" and "2 ids to assign hold 1 duplicate;" in refused["message"]
         (restarted,) = frame_calls.ask(ours, frame_calls.pull("t", [1], shard_incarnation=7))
         assert restarted["error"] == "ShardRestarted"
     finally:

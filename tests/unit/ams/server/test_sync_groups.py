@@ -73,7 +73,7 @@ def test_a_rank_that_repeats_an_applied_step_with_other_gradients_is_told(shard:
 def test_ranks_agree_on_the_numbers_of_the_optimizer(shard: Shard) -> None:
     other = {"weight_decay": 0.5}
     shard.submit(context(0, 1), push(0, 1, [1], 1.0))
-    message = "rank 1 of job 'j' pushes with weight_decay 0.5, another rank with weight_decay that of the table"
+    message = "rank 1 of job 'j' pushes with weight_decay 0.5, another rank with weight_decay as the table's"
     with pytest.raises(StepMismatch, match=message):
         shard.submit(context(1, 1), replace(push(1, 1, [1], 1.0), optimizer_scalars=other)).result(10)
     shard.submit(context(1, 2), push(1, 1, [1], 1.0)).result(10)
@@ -107,7 +107,7 @@ def test_a_push_that_another_of_its_rank_replaced_is_answered(shard: Shard) -> N
     older = shard.submit(context(0, 1), push(0, 1, [5], 1.0))
     other = CallContext(stream="another process", sequence=1, incarnation=1)
     newer = [shard.submit(other, push(0, 1, [5], 2.0)), shard.submit(context(1, 1), push(1, 1, [5], 2.0))]
-    with pytest.raises(StepMismatch, match="rank 0 of job 'j' pushed step 1 of table 't' once more"):
+    with pytest.raises(StepMismatch, match="rank 0 of job 'j' pushed step 1 of table 't' again"):
         older.result(timeout=10)
     for future in newer:
         future.result(timeout=10)
@@ -128,7 +128,7 @@ def test_a_rank_at_another_step_is_told(shard: Shard) -> None:
 
 def test_a_rank_that_believes_in_another_group_is_told(shard: Shard) -> None:
     waiting = shard.submit(context(0, 1), push(0, 1, [1], 1.0))
-    with pytest.raises(StepMismatch, match="3 ranks"):
+    with pytest.raises(StepMismatch, match="world_size 3"):
         shard.submit(context(1, 1), push(1, 1, [1], 1.0, world_size=3)).result(10)
     with pytest.raises(InvalidArgument, match="rank 5"):
         shard.submit(context(2, 1), push(5, 1, [1], 1.0)).result(10)
@@ -200,7 +200,7 @@ def test_a_fence_drops_what_waits_of_the_job_and_lets_the_next_begin_at_its_own_
 def test_ranks_end_a_step_together(shard: Shard) -> None:
     first = shard.submit(context(0, 1), push(0, 1, [1], 1.0))
     going_on = replace(push(1, 1, [2], 1.0), step_goes_on=True)
-    with pytest.raises(StepMismatch, match="goes on with a step of table 't', another ends it; all ranks must push"):
+    with pytest.raises(StepMismatch, match="an earlier piece of a step of table 't', another rank the last"):
         shard.submit(context(1, 1), going_on).result()
     shard.submit(context(1, 2), push(1, 1, [2], 1.0)).result()
     assert first.result() == Done(created=2)

@@ -155,7 +155,7 @@ def test_a_push_that_has_no_room_is_refused_and_nothing_goes() -> None:
     push(table, np.arange(most))
     before = lives_of(table)
     with pytest.raises(
-        TableFull, match=rf"has {most} new rows and 1 that are there, and {most} rows are all that 20000"
+        TableFull, match=rf"has {most} new rows and 1 existing ones; .*, 20000 bytes, has room for {most} rows"
     ):
         push(table, [0, *range(most, 2 * most)])
     with pytest.raises(TableFull):

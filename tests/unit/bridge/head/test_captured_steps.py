@@ -149,7 +149,7 @@ def test_what_a_graph_holds_cannot_change() -> None:
     ("settings", "message"),
     [
         ({"margin": gt.AdaFace(scale=16)}, "depends on the step"),
-        ({"label_smoothing": 0.1}, "not made by kernels alone"),
+        ({"label_smoothing": 0.1}, "Triton kernels do not compute all of it"),
         ({"select": gt.PartialFC(0.01)}, "at least as many"),
         ({"select": gt.KNNSoftmax(active=0.4, k=4)}, "graph of classes"),
         ({"optimizer": gt.RMSProp(0.5)}, "by RMSProp"),

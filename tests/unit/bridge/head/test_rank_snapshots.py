@@ -178,13 +178,13 @@ def test_a_state_is_taken_with_the_rows_of_its_step_only(tmp_path: Path) -> None
     path = head.snapshot(tmp_path, step=70)  # the user's count, skipped steps included
     assert Path(path).name == "step-000000070"
     resumed = make_head("ranks")
-    with pytest.raises(SpecMismatch, match="step 3, the rows of 'faces' that of step 0"):
+    with pytest.raises(SpecMismatch, match="step 3, and the rows of 'faces' are of step 0"):
         resumed.load_state_dict(state)
     assert resumed.restore(path).manifest.step == resumed.step == 70
     resumed.load_state_dict(state)
     assert resumed.step == 3
     train(resumed, range(3, 4))
-    with pytest.raises(SpecMismatch, match="step 3, the rows of 'faces' that of step 4"):
+    with pytest.raises(SpecMismatch, match="step 3, and the rows of 'faces' are of step 4"):
         resumed.load_state_dict(state)
 
 

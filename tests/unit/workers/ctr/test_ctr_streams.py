@@ -346,7 +346,7 @@ def test_a_run_of_files_of_a_version_that_did_not_stream_them_is_refused_as_such
         patch.setattr(ClickTrainer, "data", lambda run: {key: of for key, of in data(run).items() if key != "files"})
         patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
         train(tmp_path / "run", written(tmp_path, "parquet"))
-    with pytest.raises(gt.errors.ConfigError, match="was begun by a version that held other samples of files out"):
+    with pytest.raises(gt.errors.ConfigError, match="began the run, and held out other samples of files"):
         train(tmp_path / "run", None, {"resume": True})
 
 

@@ -71,7 +71,7 @@ def test_a_class_in_json_is_a_name_or_a_whole_number(value: Any, name: str | Non
     ]
     write_tar(shard, members)
     if name is None:
-        with pytest.raises(InvalidArgument, match=r"a.tar: 1.json at offset \d+ tells no class"):
+        with pytest.raises(InvalidArgument, match=r"a.tar: 1.json at offset \d+ has no class"):
             read_shards([shard])
     else:
         assert set(read_shards([shard])) == {name, "x"}
@@ -80,13 +80,13 @@ def test_a_class_in_json_is_a_name_or_a_whole_number(value: Any, name: str | Non
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("1.json", b"[" * 500_000)], "tells no class"),
-        ([("1.json", b'{"label": ' + b"9" * 5000 + b"}")], "tells no class"),
+        ([("1.json", b"[" * 500_000)], "has no class"),
+        ([("1.json", b'{"label": ' + b"9" * 5000 + b"}")], "has no class"),
         ([("1.jpg", PICTURE), ("1.cls", b"0")], r"1.jpg at offset \d+ is a second picture of its sample"),
-        ([("1.cls", b"0"), ("1.json", b'{"cls": 1}')], r"1.json at offset \d+ tells class '1', another member '0'"),
+        ([("1.cls", b"0"), ("1.json", b'{"cls": 1}')], r"1.json at offset \d+ has class '1', another member '0'"),
         ([], r"a\.tar: sample '1' has a picture and no class; add 1\.cls"),
         ([("1.json", b'{"name": 3}')], "no class"),
-        ([("1.json", b"{")], r"1\.json at offset \d+ tells no class"),
+        ([("1.json", b"{")], r"1\.json at offset \d+ has no class"),
         ([("1.cls", b" ")], r"1\.cls at offset \d+ is empty"),
         ([("1.cls", b"5")], "1 classes.*at least 2"),
     ],

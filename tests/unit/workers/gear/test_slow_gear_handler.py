@@ -228,9 +228,9 @@ def test_one_that_lost_count_sends_fast_gears_elsewhere(
         with pytest.raises(MemoryError):
             handler.deliver(delivery(1), wait=False, sent_to="")
     for number in (1, 2):
-        with pytest.raises(GearUnavailable, match="me#7 takes no gradients any more"):
+        with pytest.raises(GearUnavailable, match="me#7 accepts no more gradients"):
             handler.deliver(delivery(number), wait=False, sent_to="")
-    with pytest.raises(StaleClient, match="me#7 cannot tell any more what it has counted"):
+    with pytest.raises(StaleClient, match="me#7 no longer knows its counts of gradients"):
         handler.require_whole()
 
 

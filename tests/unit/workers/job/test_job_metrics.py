@@ -84,7 +84,7 @@ def test_a_job_tells_its_steps_while_it_trains(tmp_path: Path, monkeypatch: pyte
 
     def step(self: ImageTrainer, number: int) -> Tensor:
         if number == 19:
-            (address,) = re.findall(r"told at (\S+)", said.getvalue())
+            (address,) = re.findall(r"for Prometheus: (\S+)", said.getvalue())
             told.append((self.progress.table, scrape(address)))
         return whole(self, number)
 

@@ -137,7 +137,7 @@ def test_a_function_that_is_marked_is_called_and_no_other(tmp_path: Path, monkey
         Rule(f"{__name__}:wrong_shape").expired(block(count=[1, 1]))
     for other in ("os:abort", f"{__name__}:NAMES", f"{__name__}:block"):
         with pytest.raises(
-            InvalidArgument, match=r"not known here \(known: .*odd_ids.*below @gt.expiry_rule, and start"
+            InvalidArgument, match=r"not known here \(known: .*odd_ids.*with @gt.expiry_rule, and start"
         ):
             Rule(other).require_usable()
     (tmp_path / "answers_all.py").write_text(
@@ -147,7 +147,7 @@ def test_a_function_that_is_marked_is_called_and_no_other(tmp_path: Path, monkey
     with pytest.raises(InvalidArgument, match="not known here"):
         Rule("answers_all:anything").require_usable()
     assert "answers_all" not in sys.modules
-    with pytest.raises(ConfigError, match=r"rule_modules names 'answers_all', which gives no rule here"):
+    with pytest.raises(ConfigError, match=r"rule_modules names 'answers_all', which defines no rule here"):
         import_rules(["answers_all"])
     for wrong in (len, type("Rules", (), {"__call__": odd_ids})(), lambda rows: rows.ids > 0):
         with pytest.raises(InvalidArgument, match="must be a function at the top of a module"):

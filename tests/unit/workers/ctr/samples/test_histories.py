@@ -79,7 +79,7 @@ def test_fresh_histories_go_on_through_what_is_held_out_and_no_further() -> None
             earlier = np.flatnonzero((users == users[own]) & (times < times[own]))
             assert {item for item, _ in history_of(part.histories, sample)} == set(earlier.tolist())
     assert (test.histories.end - test.histories.begin).sum() > (stale.histories.end - stale.histories.begin).sum()
-    with pytest.raises(gt.errors.ConfigError, match="take split=time"):
+    with pytest.raises(gt.errors.ConfigError, match="set split=time"):
         split(samples, "random", 1, history=5, fresh=True)
 
 
