@@ -246,6 +246,14 @@ class ClickJob:
         self._workers.append(worker)
         return worker
 
+    def continued_elsewhere(self, **at: Any) -> Child:
+        """One more worker: it continues the run as on another machine, which does not know this one's locks."""
+        before = self._out.rename(self._out.with_name("as on the first machine"))
+        self._out.mkdir()
+        for path in before.iterdir():
+            path.rename(self._out / path.name)
+        return self.started(continues=True, **at)
+
     def await_batch(self, worker: Child, number: int) -> None:
         """Wait until it has trained on so many, or the run has ended."""
         while isinstance(done := worker.receive(_DEADLINE_SECONDS), int) and done < number:

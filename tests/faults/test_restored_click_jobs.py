@@ -112,7 +112,7 @@ def test_a_superseded_worker_ends_and_its_successor_trains_on(tmp_path: Path) ->
         job = ClickJob(tmp_path, stack, mode="async", count=3000)
         before = job.first
         os.kill(before.pid, signal.SIGSTOP)
-        job.first = job.started(continues=True)
+        job.first = job.continued_elsewhere()
         job.await_batch(job.first, 20)
         os.kill(before.pid, signal.SIGCONT)
         job.require_failed(before)
@@ -124,7 +124,7 @@ def test_a_superseded_worker_does_not_drop_the_tables_of_its_successor(tmp_path:
         job = ClickJob(tmp_path, stack, mode="async", count=3000, halts_at="report")
         before = job.first
         job.await_word(before, "report")
-        job.first = job.started(continues=True, halts_at="snapshot")
+        job.first = job.continued_elsewhere(halts_at="snapshot")
         job.await_word(job.first, "snapshot")
         before.pipe.send("go on")
         job.require_failed(before)

@@ -233,8 +233,8 @@ def sole_trainer(folder: Path) -> Iterator[None]:
             held.enter_context(sole_user(folder))
         except BlockingIOError as exc:
             raise RunHeld(
-                f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give "
-                "another --out"
+                f"another process trains in {folder}, or was stopped in the middle of it; end that one first, or begin "
+                "a run in another --out"
             ) from exc
         yield
 

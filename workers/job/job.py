@@ -330,8 +330,8 @@ def _run_on(
         if ranks.is_first and loss is None and not is_restart:
             stop.doing = "looked where its snapshots go"
             _require_snapshot_root(options)
-        if ranks.is_first and (options.scheduler is None or not options.resume):
-            stack.enter_context(sole_trainer(options.out))  # a run that resumes in a cluster is fenced there
+        if ranks.is_first:
+            stack.enter_context(sole_trainer(options.out))  # processes of other machines are fenced in the cluster
         snapshot, state = None, None
         if options.resume:
             stop.saved = partial(resume_hint, options.out, go_on=options.continue_command(ranks.launcher))

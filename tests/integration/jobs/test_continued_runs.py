@@ -116,6 +116,17 @@ def test_of_two_that_begin_a_run_at_once_one_does_and_the_other_is_to_come_later
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_a_run_that_a_process_trains_in_a_cluster_is_not_resumed_beside_it(
+    ctr: list[str], tmp_path: Path, served: Callable[..., ServedCluster]
+) -> None:
+    code, said, _ = invoke(*ctr, "--scheduler", served(1).address)
+    assert code == 0, said
+    with sole_trainer(tmp_path / "run"), pytest.raises(RunHeld, match="another process trains in"):
+        invoke("worker", "ctr", "--resume", str(tmp_path / "run"))
+    code, said, _ = invoke("worker", "ctr", "--resume", str(tmp_path / "run"))
+    assert code == 0, said
+
+
 def test_a_rate_that_diverges_is_not_worth_the_same_command_again() -> None:
     assert [exit_code(kind("x")) for kind in (TrainingDiverged, NonFinite)] == [2, 1]
 
