@@ -217,6 +217,13 @@ def test_a_mistake_in_a_flag_is_named_with_the_flag() -> None:
         configuration.load(None, configuration.flags("scheduler", num_shards=0), NO_ENVIRONMENT)
 
 
+def test_a_store_that_is_none_is_refused_with_its_name_and_without_a_password() -> None:
+    for url, shown in (("lmbd:store", "'lmbd:store'"), ("rdis://u:secret@redis/0", "'rdis://redis/0'")):
+        with pytest.raises(ConfigError, match=r"flag --store: .*names no store; give memory, lmdb:FOLDER or") as refused:
+            configuration.load(None, configuration.flags("slowgear", store=url), NO_ENVIRONMENT)
+        assert shown in str(refused.value) and "secret" not in str(refused.value)
+
+
 def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         configuration.load(tmp_path / "none.yaml", (), NO_ENVIRONMENT)
