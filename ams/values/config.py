@@ -272,7 +272,8 @@ def error_text(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
         return "unknown key"
-    return f"{error['input']!r} is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    why = error["msg"].replace("Input should", "it must")
+    return f"{error['input']!r} is wrong: {why[:1].lower()}{why[1:]}"
 
 
 class Section(BaseModel):
