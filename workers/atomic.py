@@ -7,9 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 @contextmanager
@@ -30,9 +33,12 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        with _named(path):
+            temporary.touch()
         yield temporary
         _sync(temporary)
-        temporary.replace(path)
+        with _named(path):
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -41,15 +47,20 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it is renamed to ``path`` once the block has succeeded.
 
-    The old folder is renamed once the new one is on disk, and removed last, so that one of the two is always
-    complete: :func:`complete_folder` finds it.
+    Parts that ended processes left are removed first. The old folder is renamed once the new one is on disk, and
+    removed last, so that one of the two is always complete: :func:`complete_folder` finds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    for left in path.parent.glob(f".{escape(path.name)}.*.part"):
+        _, _, process = left.name.removesuffix(".part").rpartition(".")
+        if process.isdecimal() and (left == temporary or not psutil.pid_exists(int(process))):
+            _remove_unlocked(left)
+    with _named(path):
+        temporary.mkdir()
     try:
-        yield temporary
+        with sole_user(temporary):  # so that no other process of this machine removes it
+            yield temporary
         previous = previous_folder(path)
         if path.exists():
             for written in (file for file in temporary.rglob("*") if file.is_file()):
@@ -60,6 +71,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    with suppress(OSError), sole_user(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise errors about the part of ``path`` with the name ``path``, which a person knows."""
+    try:
+        yield
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
 
 
 def _sync(path: Path) -> None:

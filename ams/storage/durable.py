@@ -101,7 +101,10 @@ def remove_quietly(folder: Path) -> None:
 
 def failed(what: str, exc: OSError) -> SnapshotFailed:
     """Return the error for ``what`` ("snapshot 'a' was not written"), with the remedy that its cause suggests."""
-    return SnapshotFailed(f"{what}: {exc}. {_REMEDIES.get(exc.errno or 0, _REMEDY)}; older snapshots are as they were")
+    reason = exc.strerror or exc  # without the name of a staging folder: the place is in ``what``
+    return SnapshotFailed(
+        f"{what}: {reason}. {_REMEDIES.get(exc.errno or 0, _REMEDY)}; older snapshots are as they were"
+    )
 
 
 _REMEDY = "Mend the cause and try again"
@@ -112,5 +115,7 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: give another folder",
     errno.EACCES: "Let this user write there or give another folder",
     errno.EPERM: "Let this user write there or give another folder",
+    errno.ENOTDIR: "A file is in its way: give a folder",
+    errno.EEXIST: "A file is in its way: give a folder",
     errno.ENOENT: "The folder cannot be made, or the snapshot was abandoned: give a folder that can be written",
 }

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import shown_url
 
 MIB = 1 << 20
 MAX_MESSAGE_BYTES = 64 * MIB
@@ -230,6 +231,16 @@ def _part(value: str) -> str:
     return value
 
 
+_STORES = ("redis://", "rediss://", "unix://")
+
+
+def feature_store(url: str) -> str:
+    """Return ``url`` if it names a kind of store of features. Raises ConfigError."""
+    if url != "memory" and not url.startswith(_STORES) and not (url.startswith("lmdb:") and url != "lmdb:"):
+        raise ConfigError(f"{shown_url(url)!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
+    return url
+
+
 def _file_of_token(value: str) -> str:
     if value.startswith(TOKEN_PREFIX):
         raise ConfigError(f"this is a token, not its file; {_TOKEN_REMEDY}")
@@ -261,7 +272,8 @@ def error_text(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
         return "unknown key"
-    return f"{error['input']!r} is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    why = error["msg"].replace("Input should", "it must")
+    return f"{error['input']!r} is wrong: {why[:1].lower()}{why[1:]}"
 
 
 class Section(BaseModel):
@@ -415,7 +427,7 @@ class SlowGearRoleConfig(RoleConfig):
     """Function from a sample's bytes to a tensor: 'mypkg.image:decode'; needed unless samples are a function."""
     dim: int | None = Field(default=None, ge=1)
     """Width of a dense feature."""
-    store: str = "memory"
+    store: Annotated[str, AfterValidator(feature_store)] = "memory"
     """For features, and for gradients that wait: memory (ends with the process), lmdb:FOLDER (of one slow gear),
     redis://HOST:PORT/0 (?password_file=FILE; shared)."""
     store_bytes: int = Field(default=1 << 30, ge=1 << 16)

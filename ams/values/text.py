@@ -44,11 +44,16 @@ def printable(text: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return the scheme, host, port and path of a URL for messages; the scheme alone if there may be a password."""
+    """Return the scheme, host, port and path of a URL for messages; the scheme alone if there may be a password.
+
+    A text without any sign of a URL stays as it is.
+    """
     found = _SHOWN_URL.fullmatch(url)
     if found is not None:
         return printable(found[1] + found[2])
     scheme, mark, _ = url.partition("://")
+    if not (mark or "@" in url or "?" in url):
+        return printable(url)
     return f"{scheme}://..." if mark and scheme.isalpha() else "..."
 
 

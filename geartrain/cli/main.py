@@ -36,6 +36,7 @@ from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
 FAILED, TRY_LATER = 1, 4
+_REFUSED = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 # command -> place of its function or group, in the order of the help; those of roles come from the registry of roles
 COMMANDS = {
@@ -142,6 +143,10 @@ def main() -> None:
         passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)
         sys.exit(TRY_LATER if passes and sys.argv[1:2] == ["worker"] else exit_code(error))
     except OSError as error:
+        if isinstance(error, _REFUSED) or error.errno == errno.EROFS:
+            named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            _print_error(f"{named}{error.strerror or error}; give a file or folder where you may read and write")
+            sys.exit(WRONG_USAGE)
         if error.filename is not None:
             _print_error(f"{os.fsdecode(error.filename)}: {error.strerror}")
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # a write error without a file name

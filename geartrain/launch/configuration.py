@@ -151,7 +151,8 @@ def _file_settings(path: Path) -> Iterator[Setting]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {exc}") from exc
+        why = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"cannot read the configuration file {str(path)!r} ({why}); give a YAML file") from exc
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()

@@ -77,7 +77,7 @@ class Classifier(ImageTrainer):
         self._labelled = images
         self._own_backbone = options.own_backbone
         device = choose_device(options.device, ranks.local_rank)
-        self._settings, backbone = self._build_backbone(recipe, state)
+        self._settings, backbone = _build_backbone(recipe, state, self._own_backbone)
         reuse = state is not None and attempt.cluster is not None
         sync = ranks.world_size > 1 and attempt.cluster is not None
         head = head_of(recipe, attempt.cluster, attempt.progress.table, len(names), reuse=reuse, sync=sync)
@@ -103,17 +103,6 @@ class Classifier(ImageTrainer):
         self._best: BestModel | None = None
         self._was_complete = self.progress.is_complete
         self._unreadable_told = 0
-
-    def _build_backbone(self, recipe: Any, state: JobState | None) -> tuple[dict[str, Any], nn.Module]:
-        if state is not None:
-            settings = state.data["backbone_settings"]
-            return settings, build_backbone(recipe.backbone, settings, own=self._own_backbone)
-        settings = {"channels": recipe.look.channels, "image_size": recipe.look.size, "dim": recipe.dim}
-        sized = {**settings, "width": recipe.width} if recipe.backbone == "stroke_net" else settings
-        torch.manual_seed(recipe.seed)
-        backbone = build_backbone(recipe.backbone, sized, own=self._own_backbone)
-        require_features(backbone, recipe.backbone, **settings)
-        return sized, backbone
 
     @property
     def all_take_part(self) -> bool:
@@ -280,6 +269,25 @@ class Classifier(ImageTrainer):
             self._attempt.print_line(f"Left out {left_out}: {'; '.join(found[:_NAMED])}{more}")
 
 
+def _build_backbone(recipe: Any, state: JobState | None, own: str | None) -> tuple[dict[str, Any], nn.Module]:
+    if state is not None:
+        settings = state.data["backbone_settings"]
+        return settings, build_backbone(recipe.backbone, settings, own=own)
+    settings = {"channels": recipe.look.channels, "image_size": recipe.look.size, "dim": recipe.dim}
+    sized = {**settings, "width": recipe.width} if recipe.backbone == "stroke_net" else settings
+    torch.manual_seed(recipe.seed)
+    backbone = build_backbone(recipe.backbone, sized, own=own)
+    require_features(backbone, recipe.backbone, **settings)
+    return sized, backbone
+
+
+def _require_network(options: JobOptions, state: JobState | None) -> None:
+    """Raise ConfigError, before the data is read, if a new job's network cannot be built or its device used."""
+    choose_device(options.device)
+    if state is None:
+        _build_backbone(options.recipe, None, options.own_backbone)
+
+
 class GlyphTrainer(Classifier):
     """Trains on characters of pip-installed fonts; held-out families are the test."""
 
@@ -289,7 +297,7 @@ class GlyphTrainer(Classifier):
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> LabelledImages:
         """Fetch the fonts and draw them."""
-        del state
+        _require_network(options, state)
         data = load_glyphs(options.cache, options.recipe.look.size, options.recipe.classes, console)
         return LabelledImages(data.class_names, data.train, data.held_out)
 
@@ -334,6 +342,7 @@ class FolderTrainer(Classifier):
         """Read the images as they were first read: images left out then have no place in their order."""
         folder = Path(options.data or (state.data["source"] if state is not None else "")).resolve()
         recipe: ClassifyRecipe = options.recipe
+        _require_network(options, state)
         data = load_folder(
             folder,
             recipe.look,

@@ -73,7 +73,10 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
         network = design.network()
         fields = design.fields(cluster, state.progress.table, reuse=True, per_node=network.per_node)
         network.load_state_dict(state.tensors["network"])
-        return scored(network, fields, batches)[0]
+        scores = scored(network, fields, batches)[0]
+    if not len(scores):
+        say(f"{samples} holds no samples: there is nothing to score")
+    return scores
 
 
 def _streamed(design: Design, place: str) -> Iterator[ClickBatch]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
 HERE = "none"
 """Value in place of a scheduler's address: the worker has the rows."""
-_FILES = (_RUN, RECIPE_FILE, "sweep.json", "report.json", "mistakes.png", "calibration.png")
+PICTURES = ("mistakes.png", "calibration.png")
+"""Pictures of a run's report."""
+_FILES = (_RUN, RECIPE_FILE, "sweep.json", "report.json", *PICTURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,17 +220,15 @@ def require_one_process(job: str) -> None:
 
 @contextmanager
 def sole_trainer(folder: Path) -> Iterator[None]:
-    """Lock the run folder against other processes of this machine, making it if needed.
+    """Lock the run folder against other processes of this machine, making it if needed. One that was made for it goes
+    again if nothing came into it.
 
     Raises RunHeld if another process has the lock, ConfigError if the folder cannot be made.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(
-            f"the run folder {folder} cannot be made ({exc.strerror or exc}); give an --out where you may write"
-        ) from exc
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    create_folder(folder, "run folder")
     with ExitStack() as held:
+        held.callback(_remove_empty, missing)
         try:
             held.enter_context(sole_user(folder))
         except BlockingIOError as exc:
@@ -237,6 +237,22 @@ def sole_trainer(folder: Path) -> Iterator[None]:
                 "a run in another --out"
             ) from exc
         yield
+
+
+def create_folder(folder: Path, what: str) -> None:
+    """Create a folder below --out. Raises ConfigError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"the {what} {folder} cannot be made ({exc.strerror or exc}); give an --out where you may write"
+        ) from exc
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # it holds something by now
+        for folder in folders:
+            folder.rmdir()
 
 
 def require_folder(path: Path, flag: str) -> None:

@@ -28,14 +28,16 @@ def recipe_of(kind: type[R], values: Mapping[str, Any], where: str = "the recipe
     known = list(_keys(kind))
     for key, _ in flat(values):
         if not any(_names(key, name) for name in known):
-            raise ConfigError(f"{where} has no key {quoted(key)}; {suggestion(key, known)}")
+            named = [_with_names_of(key, name) for name in known]
+            raise ConfigError(f"{where} has no key {quoted(key)}; {suggestion(key, named)}")
     try:
         return TypeAdapter(kind).validate_python(merged(asdict(kind()), values))  # type: ignore[call-overload]
     except ValidationError as exc:
         found = exc.errors()[0]
         error = found.get("ctx", {}).get("error")
         if isinstance(error, GeartrainError):  # raised by the class itself
-            raise ConfigError(f"{error}") from exc
+            of = ".".join(map(str, found["loc"]))
+            raise ConfigError(f"{of}: {error}" if "." in of else f"{error}") from exc
         key = ".".join(str(part) for part in found["loc"])
         raise ConfigError(f"{where} has {key} = {found['input']!r}: {found['msg']}") from exc
 
@@ -50,8 +52,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Return the values in a YAML file. Raises ConfigError if there are none."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as exc:
-        raise ConfigError(f"the recipe {path} cannot be read: {exc}") from exc
+    except OSError as exc:
+        raise ConfigError(
+            f"the recipe {path} cannot be read ({exc.strerror}); give a YAML file, such as the recipe.yaml of a run"
+        ) from exc
+    except (ValueError, yaml.YAMLError) as exc:
+        raise ConfigError(f"the recipe {path} is no YAML: {exc}") from exc
     if not isinstance(values, dict):
         raise ConfigError(f"the recipe {path} holds no keys; give lines such as 'steps: 600'")
     return values
@@ -132,6 +138,13 @@ def _names(key: str, known: str) -> bool:
     """Return whether ``key`` is a known one, or a section of it."""
     given, whole = key.split("."), known.split(".")
     return fnmatchcase(key, known) or (len(given) < len(whole) and all(map(fnmatchcase, given, whole)))
+
+
+def _with_names_of(key: str, known: str) -> str:
+    """Return the ``known`` key with the names that ``key`` has in the places of ``*``."""
+    section, _, name = known.partition(".*.")
+    mine = key.removeprefix(f"{section}.").partition(".")[0]
+    return f"{section}.{mine}.{name}" if name and key.startswith(f"{section}.") else known
 
 
 def _keys(kind: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ import torch
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES
+from geartrain.workers.job.folder import PICTURES, has_run
 from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 
 
@@ -26,13 +27,15 @@ class Prediction:
 
 
 def image_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the given files, and the images in given folders, sorted. Raises InvalidArgument for an empty folder."""
+    """Return the given files, and the images in given folders, sorted, without the pictures of a run's report. Raises
+    InvalidArgument for an empty folder."""
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        found = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        inside = sorted(file for file in found if not (file.name in PICTURES and has_run(file.parent)))
         if not inside:
             raise InvalidArgument(
                 f"{path} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}); give images, or folders of them"

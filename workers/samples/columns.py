@@ -52,6 +52,8 @@ class Remedies(NamedTuple):
     without: str
     fold: str
     hash: str = ""
+    of_numbers: Mapping[str, Remedies] = {}
+    """Columns of plain numbers, which have no settings, with what holds for them instead."""
 
 
 IN_PYTHON = Remedies(
@@ -77,6 +79,7 @@ AS_TRAINED = IN_THE_FILE._replace(kind="the model was trained on such values, wr
 IN_THE_RECIPE = IN_THE_FILE._replace(
     kind="say what it is: --set 'features.{name}.kind={value}'",
     without="leave it out: --set features.{name}.kind=none",
+    of_numbers=dict.fromkeys(("click", "time"), IN_THE_FILE._replace(kind="write whole numbers there")),
 )
 _REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
 EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}
@@ -177,9 +180,14 @@ def _is_number(arrow: Any) -> bool:
     return _is_moment(arrow) or bool(pa.types.is_decimal(arrow))
 
 
+def _remedies_of(name: str) -> Remedies:
+    spelled = _REMEDIES.get()
+    return spelled.of_numbers.get(name, spelled)
+
+
 def says_type(name: str, kind: str) -> str:
     """Return the remedy for a column whose type must be stated."""
-    return _REMEDIES.get().kind.format(name=name, value=kind)
+    return _remedies_of(name).kind.format(name=name, value=kind)
 
 
 def says_fold(name: str) -> str:
@@ -225,7 +233,7 @@ def require_column(name: str, names: Sequence[str], file: str) -> None:
         meant = f"did you mean {' or '.join(map(repr, near))}? It" if near else "it"
         raise ColumnMismatch(f"{file} has no column {name!r}; {meant} has {_listed(list(names))}")
     if count > 1:
-        without = _REMEDIES.get().without.format(name=name)
+        without = _remedies_of(name).without.format(name=name)
         raise ColumnMismatch(f"{file} has {count} columns {name!r}; give them names of their own, or {without}")
 
 
@@ -420,11 +428,13 @@ def planned_columns(
 
 
 def _no_type(name: str, arrow: Any, file: str) -> str:
-    spelled = _REMEDIES.get()
+    spelled = _remedies_of(name)
     if any(ColumnType("int64", is_list=is_list).holds(arrow) for is_list in (False, True)):
-        fill = spelled.fill.format(name=name, value=EXAMPLES["int64"])
-        kind = says_type(name, "int64" if pa.types.is_null(arrow) else "list<int64>")
-        remedy = spelled.without.format(name=name) if spelled is IN_THE_FILE else f"{kind}, and {fill}"
+        remedy = says_type(name, "int64" if pa.types.is_null(arrow) else "list<int64>")
+        if spelled is IN_THE_FILE:
+            remedy = spelled.without.format(name=name)
+        elif spelled.fill != IN_THE_FILE.fill:  # else what is missing needs nothing beside the type
+            remedy += f", and {spelled.fill.format(name=name, value=EXAMPLES['int64'])}"
         return f"column {name!r} of {file} has no value that shows its type; {remedy}"
     kinds = "samples have integers, floats, bools, strings to hash, and lists of these"
     what = ""

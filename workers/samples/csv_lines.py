@@ -106,9 +106,13 @@ class CsvRows:
                 line, begin = line + lines, begin + len(block)
 
     def _header(self, header: bytes, file: DataFile) -> list[str]:
+        text = header.removeprefix(b"\xef\xbb\xbf")
+        if not text.strip():
+            what = "has a blank first line" if text else "is empty"
+            raise SourceDamaged(f"{file.name} {what}; the first line must name the columns")
         try:
             table = csv.read_csv(
-                io.BytesIO(header.removeprefix(b"\xef\xbb\xbf")),
+                io.BytesIO(text),
                 parse_options=csv.ParseOptions(delimiter=self._delimiter),
             )
         except pa.ArrowInvalid as exc:

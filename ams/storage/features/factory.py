@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from geartrain.ams.storage.features.store import DEFAULT_RECORD_SECONDS, FeatureStore, checked_namespace
+from geartrain.ams.values.config import feature_store
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.ams.values.text import shown_url
 
 _NO_REDIS = "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
 
@@ -37,6 +37,7 @@ def open_store(
         StateDamaged: the folder's file is damaged.
         StoreUnavailable: the server does not answer.
     """
+    feature_store(url)
     checked_namespace(namespace)
     if max_bytes is not None and max_bytes < 1:
         raise InvalidArgument(f"max_bytes is {max_bytes}; it must be at least 1, or None for no bound")
@@ -44,19 +45,17 @@ def open_store(
         from geartrain.ams.storage.features.memory_features import MemoryFeatures
 
         return MemoryFeatures(namespace, max_bytes=max_bytes)
-    if url.startswith("lmdb:") and len(url) > len("lmdb:"):
+    if url.startswith("lmdb:"):
         from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 
         return LmdbFeatures(url.removeprefix("lmdb:"), namespace, max_bytes=max_bytes)
-    if url.startswith(("redis://", "rediss://", "unix://")):
-        if max_bytes is not None:
-            raise InvalidArgument(
-                f"max_bytes is {max_bytes}; a Redis server bounds itself for all who share it: start it with "
-                "--maxmemory BYTES --maxmemory-policy volatile-lru and leave max_bytes out"
-            )
-        try:
-            from geartrain.ams.storage.features.redis_features import RedisFeatures
-        except ImportError as exc:
-            raise ConfigError(_NO_REDIS) from exc
-        return RedisFeatures(url, namespace, record_seconds=record_seconds, timeout_seconds=timeout_seconds)
-    raise ConfigError(f"{shown_url(url)!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
+    if max_bytes is not None:
+        raise InvalidArgument(
+            f"max_bytes is {max_bytes}; a Redis server bounds itself for all who share it: start it with "
+            "--maxmemory BYTES --maxmemory-policy volatile-lru and leave max_bytes out"
+        )
+    try:
+        from geartrain.ams.storage.features.redis_features import RedisFeatures
+    except ImportError as exc:
+        raise ConfigError(_NO_REDIS) from exc
+    return RedisFeatures(url, namespace, record_seconds=record_seconds, timeout_seconds=timeout_seconds)

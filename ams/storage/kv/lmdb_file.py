@@ -32,7 +32,9 @@ def lock_folder(folder: Path, remedy: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be used: {exc.strerror}") from exc
+        raise ConfigError(
+            f"the folder {str(folder)!r} cannot be used ({exc.strerror}); give a folder where you may write"
+        ) from exc
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

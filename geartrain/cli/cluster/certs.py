@@ -171,4 +171,7 @@ def _passphrase(file: Path | None, *, again: bool) -> str:
     try:
         return file.read_text().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read the passphrase in {file}: {exc}") from exc
+        why = getattr(exc, "strerror", None) or exc
+        raise ConfigError(
+            f"cannot read the passphrase in {file} ({why}); give a file of text that you may read"
+        ) from exc

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
+from pydantic import ValidationError
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
+
+from geartrain.ams.values.config import error_text
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -90,7 +94,16 @@ def readable(function: Command, name: str = "") -> Command:
 
 
 class _Grouped:
-    """Command whose help groups its options where they are many, and shows no Python types such as ``<str>``."""
+    """Command that names wrong values. Its help groups options where they are many, without
+    Python types such as ``<str>``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
+        except BadParameter as exc:  # which names the option, but not its value
+            if isinstance(exc.__cause__, ValidationError):
+                exc.message = error_text(exc.__cause__.errors()[0])
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]

@@ -11,6 +11,7 @@ import typer
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared.options import CacheFolder, ConfigFile, Json, OwnBackbone, SchedulerAddress
+from geartrain.cli.shared.signals import exiting_in_order
 from geartrain.launch import configuration
 
 _FILE = ".safetensors"
@@ -149,7 +150,8 @@ def export(
             pairs=pairs,
             examples=examples,
         )
-        export_run(Path(source), to, settings, as_json=as_json)
+        with exiting_in_order():
+            export_run(Path(source), to, settings, as_json=as_json)
         return
     assert out is not None
     if Path(out).suffix in _OTHER_FILES:
@@ -176,7 +178,7 @@ def _export_file(config: ClusterConfig, table: str, out: Path, as_json: bool) ->
     from geartrain.cli.training.export_versions import export_hashed
 
     check_export_path(out)  # before waiting for anything
-    with connect(config.server.scheduler, config=config.client) as cluster:
+    with exiting_in_order(), connect(config.server.scheduler, config=config.client) as cluster:
         opened = cluster.table(table)
         num_rows = opened.spec.num_rows
         if num_rows is None:

@@ -21,7 +21,7 @@ def predict(
         Path, typer.Argument(help="A run, such as runs/quickstart or runs/ctr, its model folder, or an ONNX export.")
     ],
     images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders of images; of a model of clicks a Parquet file.")
+        list[Path], typer.Argument(help="Image files, or folders of images; of a model of clicks Parquet or CSV.")
     ],
     k: Annotated[
         int | None,
@@ -41,8 +41,8 @@ def predict(
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, at most 1.
 
-    A click model (a run of 'geartrain worker ctr') gives the probability of a click for each sample of a Parquet file
-    with the columns of its training, a line each, or as the column score of --out.
+    A click model (a run of 'geartrain worker ctr') gives the probability of a click for each sample of a file or
+    folder of Parquet or CSV with the columns of its training, a line each, or as the column score of --out.
 
     Exits with 1 if an image could not be read (the others are still named), with 2 if one does not exist.
     """
@@ -95,7 +95,7 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
     from geartrain.workers.ctr.predict import predict_clicks, write_scores
 
     if len(samples) != 1:
-        raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one Parquet file, or one folder")
+        raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one file, or one folder")
     if out is not None and out.suffix not in ("", ".parquet"):
         raise ConfigError(
             f"--out is {str(out)!r}, and scores are written as Parquet; give {out.with_suffix('.parquet')}"

@@ -37,8 +37,10 @@ def quickstart(
         return
     out = out or Path("runs/small")
     pictures = out.with_name(f"{out.name}-pictures")
-    from geartrain.workers.recipes.signs import IMAGES_OF_EACH, NUM_SIGNS, drawn_signs  # loaded only for --small
+    from geartrain.workers.job.folder import create_folder  # loaded only for --small
+    from geartrain.workers.recipes.signs import IMAGES_OF_EACH, NUM_SIGNS, drawn_signs
 
+    create_folder(pictures.parent, "folder")
     _say(f"Drawing {NUM_SIGNS} signs, {IMAGES_OF_EACH} times each, into {pictures}")
     drawn_signs(pictures)
     # Centers that start at the class means would name three of four before the first step.

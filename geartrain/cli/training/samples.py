@@ -14,6 +14,7 @@ import yaml
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted, quoted, sized
 from geartrain.cli.shared.options import Json
+from geartrain.cli.shared.signals import exiting_in_order
 
 app = typer.Typer(no_args_is_help=True, help="Make samples ready for training.")
 
@@ -68,7 +69,7 @@ def compress(
     if any(kind for _, _, kind in typed) and not all(kind for _, _, kind in typed):
         raise ConfigError("give a type with every --column or with none")
     wanted = {name: kind for name, _, kind in typed} if any(kind for _, _, kind in typed) else [t[0] for t in typed]
-    with remedies(ON_THE_COMMAND_LINE):
+    with remedies(ON_THE_COMMAND_LINE), exiting_in_order():
         report = compress_samples(
             source,
             out,

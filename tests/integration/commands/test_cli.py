@@ -104,10 +104,28 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--dim", "8", "--classes", "ten"], "'--classes': 'ten' is wrong: it must be a valid integer"),
+        (["predict", "run", "x.png", "--k", "0"], "'--k' / '-k': '0' is wrong: it must be greater than or equal to 1"),
+        (["worker", "glyphs", "--steps", "0"], "'--steps': '0' is wrong: it must be greater than or equal to 1"),
+        (["snapshot", "prune", "x", "--keep", "0"], "'--keep': '0' is wrong: it must be greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_number_is_named_with_its_option(arguments: list[str], said: str) -> None:
+    done = typed(*arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["worker", "classify", "--data", "/nope"], "/nope is not there"),
         (["worker", "classify", "--data", ".", "--set", "held_out=3"], "3.0"),
+        (["worker", "classify", "--data", "/nope", "--set", "backbone=iresnet17"], "'iresnet17'"),
+        (["worker", "classify", "--data", "/nope", "--device", "quantum"], "'quantum'"),
+        (["quickstart", "--small", "--out", "/proc/nope/small"], "the folder /proc/nope cannot be made"),
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),
         (["worker", "classify", "--resume", "/nope"], "--overwrite"),
@@ -122,6 +140,23 @@ def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path
     if arguments[0] == "worker" and not {"--resume", "--out"} & set(arguments):
         arguments = [*arguments, "--out", str(tmp_path / "run")]
     assert_one_line_error(typed(*arguments), 2, named)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_may_not_be_written_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EACCES, "Permission denied", "/full")
+
+    monkeypatch.setattr(cli, "build_app", lambda _: fail)
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == "error: /full: Permission denied; give a file or folder where you may read and write\n"
+    )
 
 
 @pytest.mark.parametrize(

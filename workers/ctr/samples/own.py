@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
+from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged, SourceNotFound
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import PADDING, TITLES, USER, ClickSamples, SampleSchema
@@ -85,6 +85,8 @@ class OwnSamples:
             found = [name for name in source.columns if name not in (CLICK, TIME)]
             names = [name for name in kinds or found if name not in settings or settings[name].kind != "none"]
             self._require_columns(names, found, clicks, kinds, [*fold, *settings])
+            if clicks and not any(source.part_rows):
+                raise SourceNotFound(f"{place} holds no samples; give a file with a row for each")
             others = [name for name in (CLICK, TIME) if name in source.columns and (clicks if name == CLICK else times)]
             types = {
                 name: self._type_of(name, (kinds or {}).get(name), settings.get(name), fold)

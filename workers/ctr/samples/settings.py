@@ -90,10 +90,11 @@ class FeatureSettings:
                 f"admission is {self.admission}; it must be a whole number of times, or below 1, a probability: give "
                 f"{self.admission:.0f}"
             )
-        try:
-            self.admission_rule(), self.expiry_rule()
-        except InvalidArgument as exc:
-            raise ConfigError(f"{exc} (admission: {self.admission}, expiry: {self.expiry})") from exc
+        for name, rule in (("admission", self.admission_rule), ("expiry", self.expiry_rule)):
+            try:
+                rule()
+            except InvalidArgument as exc:
+                raise ConfigError(f"{name} is {quoted(getattr(self, name))}: {exc}") from exc
 
     def admission_rule(self) -> Admission | None:
         """Return the admission rule of the tables. Raises InvalidArgument."""

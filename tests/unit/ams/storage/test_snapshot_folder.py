@@ -114,7 +114,7 @@ def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SnapshotFailed, match="cannot be listed"):
         list_snapshots(tmp_path / "file")
-    with pytest.raises(SnapshotFailed, match="was not begun"):
+    with pytest.raises(SnapshotFailed, match=r"was not begun: Not a directory\. A file is in its way: give a folder"):
         new_staging(tmp_path / "file", "a")
 
 

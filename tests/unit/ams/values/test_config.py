@@ -184,7 +184,7 @@ def test_a_configuration_survives_the_environment_of_a_child() -> None:
         ("server:\n  shards: 1\n  listen: nowhere\n", r":3: server.listen: address 'nowhere'"),
         ("server:\n  listen: 0.0.0.0:7000\n", r"--insecure"),
         ("server:\n  shards: 1\n  shards: 2\n", r":3: 'shards' is given twice"),
-        ("mode: prod\n", r":1: mode: 'prod' is wrong: input should be 'development' or 'production'"),
+        ("mode: prod\n", r":1: mode: 'prod' is wrong: it must be 'development' or 'production'"),
         ("moed: production\n", r":1: unknown section 'moed'; did you mean 'mode'"),
         ("server: 3\n", r":1: section 'server' must be a mapping"),
         ("- server\n", r":1: the file must be a mapping"),
@@ -215,6 +215,14 @@ def test_a_mistake_in_the_environment_is_named_with_its_variable(environ: dict[s
 def test_a_mistake_in_a_flag_is_named_with_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"flag --num-shards: scheduler.num_shards: 0 is wrong"):
         configuration.load(None, configuration.flags("scheduler", num_shards=0), NO_ENVIRONMENT)
+
+
+def test_a_store_that_is_none_is_refused_with_its_name_and_without_a_password() -> None:
+    says = r"flag --store: .*names no store; give memory, lmdb:FOLDER or"
+    for url, shown in (("lmbd:store", "'lmbd:store'"), ("rdis://u:secret@redis/0", "'rdis://redis/0'")):
+        with pytest.raises(ConfigError, match=says) as refused:
+            configuration.load(None, configuration.flags("slowgear", store=url), NO_ENVIRONMENT)
+        assert shown in str(refused.value) and "secret" not in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_what_a_terminal_would_obey_is_written_out() -> None:
         *((f"redis://1{item}2secret@redis/0", "redis://...") for item in "/?#"),
         ("redis://redis/0#secret", "redis://..."),
         ("redis:secret@redis/0", "..."),
+        ("lmbd:store", "lmbd:store"),
     ],
 )
 def test_of_a_url_only_what_can_be_no_password_is_shown(url: str, shown: str) -> None:

@@ -105,3 +105,6 @@ def test_a_run_of_lists_in_csv_scores_them_in_every_kind_of_file(tmp_path: Path)
     scores = [predict_clicks(tmp_path / "run", place, cache=tmp_path, say=lambda _: None) for place in places]
     assert auc(scores[0], clicks.astype(np.float64)) > 0.9
     np.testing.assert_allclose(scores[1:], [scores[0]] * 2, rtol=1e-5)
+    (tmp_path / "none.csv").write_text("user,item,tags\n")
+    done = typed("predict", str(tmp_path / "run"), str(tmp_path / "none.csv"))
+    assert (done.returncode, done.stdout) == (0, "") and "none.csv holds no samples" in done.stderr

@@ -262,7 +262,7 @@ def test_fields_may_share_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("features.user.kin=int64", "the recipe has no key 'features.user.kin'; did you mean 'features.*.kind'?"),
+        ("features.user.kin=int64", "the recipe has no key 'features.user.kin'; did you mean 'features.user.kind'?"),
         ("features.user=3", "the recipe has features.user = 3"),
         ("features.user.kind=int32", "the kind of a feature is 'int32'; it must be one of int64, string, bool, list<"),
         (
@@ -271,8 +271,8 @@ def test_fields_may_share_a_table(tmp_path: Path) -> None:
         ),
         ("features.user.dim=0", "dim is 0; it must be at least 1"),
         ("features.user.admission=1.5", "admission is 1.5; it must be a whole number of times, or below 1"),
-        ("features.user.admission=-1", "(admission: -1.0, expiry: None)"),
-        ("features.user.expiry=unseen_days > 3", "expiry: unseen_days > 3"),
+        ("features.user.admission=-1", "features.user: admission is -1.0: p is -1.0; it must lie in"),
+        ("features.user.expiry=unseen_days > 3", "features.user: expiry is 'unseen_days > 3': rule"),
         ("features.usr.dim=4", "features name 'usr', which is no field of"),
         ("features.user.kind=string", "column 'user' of"),
         ("features.user.dim=3", "those wider than 1 must be equal"),

@@ -12,6 +12,7 @@ import torch
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models.predict import image_files
 from geartrain.workers.models.trained_model import load_model, save_model
 from tests.support.picture_models import picture_model
 
@@ -74,3 +75,13 @@ def test_a_model_of_another_format_is_refused(tmp_path: Path) -> None:
     config.unlink()
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         load_model(config.parent)
+
+
+def test_pictures_of_a_run_s_report_are_no_images_of_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    names = ["mistakes.png", "run/a.png", "run/calibration.png", "run/mistakes.png"]
+    for name in (*names, "run/run.json"):
+        (tmp_path / name).touch()
+    assert image_files([tmp_path]) == [tmp_path / "mistakes.png", run / "a.png"]
+    assert image_files([run / "mistakes.png"]) == [run / "mistakes.png"]

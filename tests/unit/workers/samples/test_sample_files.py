@@ -258,7 +258,8 @@ def test_csv_is_read_as_parquet_is(tmp_path: Path) -> None:
         ("id,b\n1,2\n\n3,x\n5,6\n", "a.csv, line 4: column 'b' is no int64"),
         ("id,b\r\n1,2\r\n3,4\r\n5,\r\n", "a.csv, line 4: column 'b' has no value"),
         ("id,c\n1,2\n", "a.csv has no column 'b'"),
-        ("", "a.csv, line 1: it must name the columns"),
+        ("", "a.csv is empty; the first line must name the columns"),
+        ("\n1,2\n", "a.csv has a blank first line; the first line must name the columns"),
         ("\x1f\x8b", "a.csv is compressed"),
     ],
 )

@@ -140,3 +140,20 @@ def test_what_a_file_holds_that_was_not_guessed_is_read_as_its_error_says(tmp_pa
         samples.in_memory()
     said = OwnSamples(str(tmp_path / "a.csv"), features={"zip": FeatureSettings(kind="string")})
     assert len(said.in_memory()) == 1_200_001
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("user,item,click\n", "clicks.csv holds no samples; give a file with a row for each"),
+        ("user,item,click\n1,2,\n3,4,\n", "column 'click' of .* shows its type; write whole numbers there$"),
+        ("user,item,click,click\n1,2,0,1\n", "has 2 columns 'click'; give them .*, or leave it out of the file$"),
+        ("user,item,click\n1,,0\n3,,1\n", "column 'item' of .* --set 'features.item.kind=int64'$"),
+    ],
+)
+def test_a_file_that_lacks_samples_or_clicks_is_refused_with_what_can_be_done(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "clicks.csv").write_text(text)
+    with pytest.raises(gt.errors.SourceError, match=words):
+        OwnSamples(str(tmp_path / "clicks.csv"), features={})

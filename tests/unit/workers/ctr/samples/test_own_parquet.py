@@ -116,11 +116,11 @@ def test_times_may_be_timestamps(tmp_path: Path) -> None:
 def test_a_file_of_no_rows_has_no_samples(tmp_path: Path) -> None:
     table = pa.table(COLUMNS).slice(0, 0)
     pq.write_table(table, tmp_path / "none.parquet")
-    samples = own_samples(str(tmp_path / "none.parquet"))
+    samples = own_samples(str(tmp_path / "none.parquet"), clicks=False)
     assert len(samples) == 0 and set(samples.fields) == {"user", "item", "item_tags"}
     with pytest.raises(gt.errors.ConfigError, match="there are 0 samples"):
         split(samples, "random", 0)
-    again = own_samples(str(tmp_path / "none.parquet"), kinds=samples.schema.kinds)
+    again = own_samples(str(tmp_path / "none.parquet"), clicks=False, kinds=samples.schema.kinds)
     assert len(again) == 0
 
 
