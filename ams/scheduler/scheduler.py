@@ -23,7 +23,6 @@ from geartrain.ams.scheduler.membership import Membership, ShardEvents
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.errors import (
-    Busy,
     ClusterNotReady,
     ConfigError,
     GeartrainError,
@@ -394,11 +393,12 @@ class Scheduler:
     ) -> TableSpec:
         """Set ``settings`` of a table to those of ``wanted`` on every shard; return its present spec.
 
-        They are stored first, so that a shard that cannot be reached does not undo them: opening the table, or a
-        restore in its place, uses them, and the same call again reaches all shards. If a shard refuses, all get their
-        former settings. The cluster version rises, by which clients learn of it. Raises TableNotFound, SpecMismatch,
-        InvalidArgument, OutOfMemory, Busy (a shard writes a snapshot that cannot hold both), ShardRestarted,
-        ClusterNotReady, ShardUnavailable.
+        Nothing changes if a shard would refuse them. Then they are stored, so that a shard that cannot be reached does
+        not undo them: opening the table, or a restore in its place, uses them, and the same call again reaches all
+        shards. If a shard lacks the memory, all get their former settings; if one has been frozen meanwhile, and its
+        snapshot cannot hold both, that is given up. The cluster version rises, by which clients learn of it. Raises
+        TableNotFound, SpecMismatch, InvalidArgument, OutOfMemory, Busy (a shard writes such a snapshot),
+        ShardRestarted, ClusterNotReady, ShardUnavailable.
         """
         name = wanted.name
         if unknown := set(settings).difference(SETTINGS):
@@ -418,10 +418,12 @@ class Scheduler:
             if "optimizer" in settings:
                 existing.spec.optimizer.scalars_of_push(wanted.optimizer)
             before, altered = existing.spec, existing.spec.with_settings(wanted, settings)
+            asked = dataclasses.replace(altered, altered=view.cluster_version + 1)
+            broadcast(self._open_carrier, view.shards, AlterTable(spec=asked, dry_run=True))
             altered = self._store_altered(existing, altered)
             try:
                 broadcast(self._open_carrier, view.shards, AlterTable(spec=altered))
-            except (InvalidArgument, OutOfMemory, Busy):
+            except (InvalidArgument, OutOfMemory):
                 back = self._store_altered(existing, before)
                 broadcast(self._open_carrier, view.shards, AlterTable(spec=back), best_effort=True)
                 raise

@@ -30,6 +30,7 @@ from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, pass_on, to_geartrain_error
 from geartrain.ams.server.tables import ShardTables
 from geartrain.ams.values.errors import (
+    Busy,
     GeartrainError,
     InternalError,
     InvalidArgument,
@@ -367,9 +368,7 @@ class Shard:
                 self._completed_writes.require_possible(f"table {request.spec.name!r}", request.spec.incarnation)
                 return self._tables.create(request.spec, for_restore=request.for_restore)
             case AlterTable():
-                done = self._tables.alter(request.spec)
-                self.cluster_version = max(self.cluster_version, request.spec.altered)
-                return done
+                return self._alter(request)
             case PublishTable():
                 return self._tables.publish(request.table, request.incarnation)
             case DropTable():
@@ -391,6 +390,19 @@ class Shard:
                 return self._expiry.command(self._tables.open(request.table, context), request)
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
+
+    def _alter(self, request: AlterTable) -> Done:
+        if request.dry_run:
+            self._tables.check_alter(request.spec)
+            return Done()
+        try:
+            done = self._tables.alter(request.spec)
+        except Busy:
+            # Frozen since it was checked. Other shards have been altered, so that its snapshot would mix settings.
+            self._freezes.thaw_table(request.spec.name)
+            done = self._tables.alter(request.spec)
+        self.cluster_version = max(self.cluster_version, request.spec.altered)
+        return done
 
     def _update_hosted(self, call: QueuedRequest, update: UpdateHosted) -> None:
         _check_settings(update)

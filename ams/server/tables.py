@@ -173,15 +173,20 @@ class ShardTables:
         self._record_specs()
         return Done()
 
-    def alter(self, spec: TableSpec) -> Done:
-        """Change a table's settings, unless it has later ones.
-
-        Raises TableNotFound, SpecMismatch, and as :meth:`RowTable.alter`.
-        """
+    def check_alter(self, spec: TableSpec) -> ShardTable:
+        """Return the table to alter. Raises TableNotFound, SpecMismatch, and as :meth:`RowTable.check_alter`, unless it
+        has later settings."""
         table = self.find(spec.name)
         table.rows.served.require_meant(spec.incarnation)
         if other := table.spec.fixed_unlike(spec):
             raise SpecMismatch(f"table {spec.name!r} cannot be altered to another: its {other}")
+        if spec.altered > table.spec.altered:
+            table.rows.check_alter(spec)
+        return table
+
+    def alter(self, spec: TableSpec) -> Done:
+        """Change a table's settings, unless it has later ones. Raises MemoryError, and as :meth:`check_alter`."""
+        table = self.check_alter(spec)
         if spec.altered <= table.spec.altered:
             return Done(duplicate=True)
         expiry = table.spec.expiry

@@ -89,23 +89,16 @@ class RowTable:
             is_open=True,
         )
         """The table as the shard's engine serves it."""
+        self._is_frozen = False
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
     def alter(self, spec: TableSpec) -> int:
         """Change the settings to those of ``spec``; return the number of rows evicted for it.
 
-        Raises InvalidArgument, MemoryError, and Busy while a freeze holds what ``spec`` would change.
+        Raises MemoryError, and as :meth:`check_alter`.
         """
-        wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
-        is_limited = spec.max_bytes is not None and len(self.owned_buckets)
-        _require_usable(spec, RowStore(wanted).max_rows if is_limited else 1)
-        gone = self._store.alter(wanted)
-        if gone < 0:
-            raise Busy(
-                f"table {spec.name!r} is in a snapshot or export that is being written, and what is kept beside its "
-                "rows cannot change meanwhile; alter it when that is whole",
-                _BUSY_SECONDS,
-            )
+        self.check_alter(spec)
+        gone = self._store.alter(store_spec(spec, self.owned_buckets, self._threads, self._window))
         self.spec = spec
         optimizer = spec.optimizer
         self.served.alter(
@@ -115,6 +108,18 @@ class RowTable:
             fixed=dict(optimizer.fixed_scalars),
         )
         return gone
+
+    def check_alter(self, spec: TableSpec) -> None:
+        """Raise InvalidArgument for settings that cannot be, Busy while a freeze holds what they would change."""
+        is_limited = spec.max_bytes is not None and len(self.owned_buckets)
+        wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
+        _require_usable(spec, RowStore(wanted).max_rows if is_limited else 1)
+        if self._is_frozen and not self.spec.keeps_same(spec):
+            raise Busy(
+                f"table {spec.name!r} is in a snapshot or export that is being written, and what is kept beside its "
+                "rows cannot change meanwhile; alter it when that is whole",
+                _BUSY_SECONDS,
+            )
 
     @property
     def num_present(self) -> int:
@@ -394,7 +399,9 @@ class RowTable:
         a bit per row now, and a copy of each row that is written before it was read. Raises ValueError if the table is
         frozen already, or does not know the moment.
         """
-        return self._store.freeze(since)
+        num_rows = self._store.freeze(since)
+        self._is_frozen = True
+        return num_rows
 
     def read_frozen(
         self, most: int, buckets: npt.NDArray[np.bool_] | None = None, *, out: StoredRows | None = None
@@ -431,6 +438,7 @@ class RowTable:
     def thaw(self, *, kept: bool) -> None:
         """End the freeze; without ``kept``, as its rows were not saved, forget its moment."""
         self._store.thaw(kept)
+        self._is_frozen = False
 
     def restore(
         self,

@@ -143,6 +143,8 @@ class Written:
     """Written files, each as JSON of :class:`geartrain.ams.storage.snapshot.manifest.FileEntry`."""
     deltas: tuple[str, ...] = ()
     """Tables of which only the rows written since the parent were held; all rows of the others."""
+    tables: tuple[TableSpec, ...] = ()
+    """Tables with their settings at the moment of the freeze."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,8 @@ class AlterTable(Rpc[Done]):
 
     spec: TableSpec
     """Spec whose ``altered`` is the cluster version of the shard from then on."""
+    dry_run: bool = False
+    """Only raise what would be raised, and Busy where the alteration would end a freeze; change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,6 +239,10 @@ class TableSpec:
         """Whether it records when each row was last pushed, and how often."""
         return self.max_bytes is not None or (self.expiry is not None and self.expiry.needs_lives)
 
+    def keeps_same(self, other: TableSpec) -> bool:
+        """Return whether both keep the same beside values and slots: counters of admission, and lives."""
+        return (self.admission, self.keeps_lives) == (other.admission, other.keeps_lives)
+
     @property
     def life_bytes(self) -> int:
         """Bytes of that record for one row."""

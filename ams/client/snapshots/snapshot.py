@@ -226,6 +226,7 @@ def _finish(
         outcomes = all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
+        specs = [_frozen_spec(spec, replies) for spec in specs]
         deltas: dict[str, list[int]] = {}
         for shard, reply in enumerate(replies):
             for table in reply.deltas:
@@ -264,6 +265,18 @@ def _finish(
     hold.stop()
     _thaw(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
+
+
+def _frozen_spec(spec: TableSpec, replies: Sequence[Written]) -> TableSpec:
+    """Return a table as the shards froze it. Raises SnapshotFailed if they kept different state beside its rows."""
+    frozen = [table for reply in replies for table in reply.tables if table.name == spec.name]
+    latest = max(frozen, key=lambda table: table.altered)
+    if not all(table.keeps_same(latest) for table in frozen):
+        raise SnapshotFailed(
+            f"table {spec.name!r} was altered on some shards alone when they froze it; take the snapshot again, and if "
+            "that fails, too, repeat the alteration (cluster.alter_table), which has not reached all shards"
+        )
+    return latest
 
 
 def _names(specs: Sequence[TableSpec]) -> tuple[str, ...]:

@@ -96,6 +96,9 @@ class AlterTableRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Only say whether the shard would refuse it, also because a snapshot is being written that it would end."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     @_builtins.property
@@ -109,10 +112,11 @@ class AlterTableRequest(_message.Message):
         *,
         context: _types_pb2.CallContext | None = ...,
         spec: _types_pb2.TableSpec | None = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "dry_run", b"dry_run", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1133,6 +1137,7 @@ class WriteFrozenReply(_message.Message):
 
     FILES_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The files written, each as the JSON object that the manifest lists."""
@@ -1141,15 +1146,20 @@ class WriteFrozenReply(_message.Message):
     def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tables of which only the rows written since the parent were held; all rows of the others."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
+        """The tables, with their settings at the moment of the freeze."""
+
     def __init__(
         self,
         *,
         files: _abc.Iterable[_builtins.str] | None = ...,
         deltas: _abc.Iterable[_builtins.str] | None = ...,
+        tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "files", b"files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "files", b"files", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

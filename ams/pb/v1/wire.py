@@ -1,3 +1,3 @@
 """The version of the wire, made by 'make proto': a hash of all messages and of the version of frames."""
 
-WIRE = "55dfb20f"
+WIRE = "1fc64a7e"

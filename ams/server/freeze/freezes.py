@@ -58,6 +58,8 @@ class FrozenTables:
         """Folder of an export; empty for a snapshot."""
         self._dedup = dedup
         """Dedup state of the moment."""
+        self.specs = tuple(table.spec for table in tables.values())
+        """Tables with their settings of the moment."""
         since = {name: table.moments.number_of(parent_id) for name, table in tables.items()}
         self.deltas = tuple(name for name, moment in since.items() if moment is not None)
         self._parent_id = parent_id
@@ -147,8 +149,8 @@ class FrozenTables:
     def _require_frozen(self) -> None:
         if self._is_thawed:
             raise SnapshotSuperseded(
-                f"snapshot {self.snapshot_id} was given up, or another one of the same tables was begun before it was "
-                "written (a shard writes one at a time); take it again"
+                f"snapshot {self.snapshot_id} was given up, or another one of the same tables was begun or a table was "
+                "altered before it was written (a shard writes one at a time); take it again"
             )
 
     def _blocks(
@@ -247,7 +249,7 @@ class Freezes:
         if frozen is None:
             raise SnapshotSuperseded(
                 f"shard {self._shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or "
-                "superseded; take the snapshot again"
+                "superseded, or a table of it was altered; take the snapshot again"
             )
         self._renew(request.snapshot_id)
         if request.snapshot_id not in self._writing:
@@ -265,7 +267,7 @@ class Freezes:
             self._ended.append(snapshot_id)
 
     def thaw_table(self, name: str) -> None:
-        """End the freeze of a table that is dropped, or gets other rows."""
+        """End the freeze of a table that is dropped, is altered, or gets other rows."""
         for frozen in list(self._held.values()):
             if name in frozen.tables:
                 self.thaw(frozen.snapshot_id, kept=False)
@@ -289,4 +291,5 @@ class Freezes:
 
     def _write(self, frozen: FrozenTables, request: WriteFrozen) -> Reply:
         entries = frozen.write(request.folder, self._shard, rows_alone=request.rows_alone)
-        return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
+        files = tuple(entry.model_dump_json() for entry in entries)
+        return Written(files=files, deltas=frozen.deltas, tables=frozen.specs)

@@ -184,7 +184,8 @@ def restore_tables(
     num_read = 0
     for name, table in tables.items():
         num_read += _restore_layers(table, layers_of(chain, name), owned, turn)
-        for counted in counted_ids(snapshot, name) if table.spec.admission == specs[name].admission else ():
+        is_counted_so = table.spec.admission == specs[name].admission
+        for counted in counted_ids(snapshot, name, owned_buckets) if is_counted_so else ():
             with turn:
                 table.restore_admission(counted, owned)
         with turn:
@@ -231,10 +232,12 @@ def _restore_layers(
     return num_read
 
 
-def counted_ids(snapshot: Snapshot, table: str) -> Iterator[CountedIds]:
-    """Yield the counters of a table's admission, block by block. Raises SnapshotError."""
+def counted_ids(snapshot: Snapshot, table: str, owned_buckets: Ids) -> Iterator[CountedIds]:
+    """Yield the counters of a table's admission on the shards that wrote rows of these buckets, block by block. Raises
+    SnapshotError."""
+    sources = set(snapshot.manifest.bucket_shards[owned_buckets].tolist())
     for entry in snapshot.manifest.files:
-        if entry.kind == ADMISSION and entry.table == table:
+        if entry.kind == ADMISSION and entry.table == table and entry.shard in sources:
             arrays = snapshot.read(entry)
             yield CountedIds(int(arrays["num_pushes"][0]), arrays["ranges"], arrays["counters"], arrays["waiting"])
 

@@ -109,3 +109,23 @@ def test_what_was_counted_is_restored_on_any_number_of_shards(trained: Path, num
             assert cluster.status().tables[0].refused_ids == np.count_nonzero(present)
             table.push(IDS, np.ones((300, 2), np.float32))
             np.testing.assert_array_equal(table.present(IDS), present)
+
+
+@pytest.mark.parametrize("rule", [Probability(0.3), MinCount(2, 4096)])
+def test_restored_on_as_many_shards_it_admits_as_without_the_restore(
+    tmp_path: Path, rule: Probability | MinCount
+) -> None:
+    """Shards have made different numbers of pushes, and a filter's range of buckets is of two of them."""
+    generator = np.random.default_rng(0)
+    with local(3) as cluster, local(3) as later:
+        table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), admission=rule)
+        for num_ids in (1, 400, 2, 3, 400, 1):
+            ids = generator.choice(4_000, num_ids, replace=False)
+            table.push(ids, np.ones((num_ids, 2), np.float32))
+        cluster.snapshot(tmp_path, "s").result()
+        later.restore(tmp_path / "s")
+        for _ in range(3):
+            ids = generator.choice(4_000, 400, replace=False)
+            table.push(ids, np.ones((400, 2), np.float32))
+            later.table("t").push(ids, np.ones((400, 2), np.float32))
+        np.testing.assert_array_equal(later.table("t").present(np.arange(4_000)), table.present(np.arange(4_000)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ import torch
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.follower import TableFollower
+from geartrain.ams.scheduler.broadcast import broadcast
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.values import errors
-from geartrain.ams.values.shard_messages import AlterTable, CallContext, CreateTable, Describe
+from geartrain.ams.values.shard_messages import AlterTable, CallContext, CreateTable, Describe, WriteFrozen
 from geartrain.ams.values.specs import Constant, TableSpec, Uniform
 from tests.faults.children import Child, serve
 from tests.integration.conftest import QUICK, ServedCluster
@@ -320,6 +323,62 @@ def test_what_rows_keep_does_not_change_under_a_snapshot(tmp_path: Path, monkeyp
         assert cluster.alter_table("t", expiry=gt.Unseen(steps=50)).spec.optimizer == gt.SGD(0.5)
         cluster.restore(tmp_path / "s", replace=True)
         np.testing.assert_array_equal(table.pull(IDS), -ONES)
+
+
+@pytest.mark.parametrize("is_written_first", [False, True])
+def test_no_snapshot_mixes_settings_of_an_alteration_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written_first: bool
+) -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
+        table.push(IDS, ONES)
+        deliver, reached_all, begun = cluster._calls.deliver, threading.Event(), []
+
+        def write_after(asked: Any, *arguments: Any, **others: Any) -> Any:
+            if isinstance(asked[0][1], WriteFrozen) and not is_written_first:
+                assert reached_all.wait(30)
+            return deliver(asked, *arguments, **others)
+
+        def one_after_the_other(open_carrier: Any, shards: Any, request: Any, **others: Any) -> bool:
+            if not isinstance(request, AlterTable) or request.dry_run or begun:
+                return broadcast(open_carrier, shards, request, **others)
+            broadcast(open_carrier, shards[1:], request)
+            begun.append(cluster.snapshot(tmp_path, "mixed"))
+            if is_written_first:
+                with pytest.raises(errors.SnapshotFailed, match="was altered on some shards alone"):
+                    begun[0].result()
+            return broadcast(open_carrier, shards[:1], request)
+
+        monkeypatch.setattr(cluster._calls, "deliver", write_after)
+        monkeypatch.setattr("geartrain.ams.scheduler.scheduler.broadcast", one_after_the_other)
+        cluster.alter_table("t", admission=gt.MinCount(300))
+        reached_all.set()
+        with pytest.raises(errors.SnapshotFailed, match=r"take (it|the snapshot) again"):
+            begun[0].result()
+        assert {spec.admission for spec in specs_on_shards(cluster)} == {gt.MinCount(300)}
+        cluster.snapshot(tmp_path, "whole").result()
+        cluster.drop_table("t")
+        cluster.restore(tmp_path / "whole")
+        assert {spec.admission for spec in specs_on_shards(cluster)} == {gt.MinCount(300)}
+        np.testing.assert_array_equal(cluster.table("t").pull(IDS), -ONES)
+
+
+def test_a_snapshot_has_the_settings_that_its_shards_froze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gt.local(num_shards=2) as cluster:
+        cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0)).push(IDS, ONES)
+        describe = cluster._scheduler.describe
+        views: list[Any] = []
+
+        def altered_at_once(*arguments: Any) -> Any:
+            views.append(describe(*arguments))
+            tables = tuple(replace(spec, admission=gt.MinCount(300)) for spec in views[-1].tables)
+            return replace(views[-1], tables=tables)  # as while an alteration is stored that a shard refuses then
+
+        monkeypatch.setattr(cluster._scheduler, "describe", altered_at_once)
+        cluster.snapshot(tmp_path, "s").result()
+        assert views
+        (spec,) = open_snapshot(tmp_path / "s").manifest.tables
+        assert spec["admission"] is None
 
 
 def test_an_earlier_alteration_that_comes_late_does_nothing() -> None:

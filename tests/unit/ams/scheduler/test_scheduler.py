@@ -35,8 +35,8 @@ class FakeCluster:
         self.broken: set[str] = set()
         self.unreachable: dict[str, int] = {}
         """Addresses that so many requests do not reach."""
-        self.refused: dict[str, errors.GeartrainError] = {}
-        """What addresses answer to an alteration, once."""
+        self.refused: dict[tuple[str, bool], errors.GeartrainError] = {}
+        """What addresses answer to an alteration, or to the question whether they take it (True), once."""
         self.on_ask: Callable[[], None] = lambda: None
         self.answers: set[int] | NotSent = {0}
         """Incarnations of who answers at any address."""
@@ -72,8 +72,8 @@ class FakeCarrier:
         if self.cluster.unreachable.get(self.address, 0):
             self.cluster.unreachable[self.address] -= 1
             future.set_exception(NotSent("the name of the host cannot be resolved"))
-        elif isinstance(request, AlterTable) and self.address in self.cluster.refused:
-            future.set_exception(self.cluster.refused.pop(self.address))
+        elif isinstance(request, AlterTable) and (self.address, request.dry_run) in self.cluster.refused:
+            future.set_exception(self.cluster.refused.pop((self.address, request.dry_run)))
         elif self.address in self.cluster.broken:
             future.set_exception(errors.InternalError("broken"))
         else:
@@ -201,7 +201,7 @@ def altered(cluster: FakeCluster) -> list[tuple[str, float, int]]:
     return [
         (address, request.spec.optimizer.lr, request.spec.altered)
         for address, request in cluster.asked
-        if isinstance(request, AlterTable)
+        if isinstance(request, AlterTable) and not request.dry_run
     ]
 
 
@@ -236,7 +236,7 @@ def test_a_shard_that_is_not_reached_by_an_alteration_has_it_by_the_next_one() -
     cluster = FakeCluster()
     cluster.register_both()
     cluster.scheduler.create_table(SPEC)
-    cluster.refused["host:1"] = errors.ShardUnavailable("stopped")
+    cluster.refused["host:1", False] = errors.ShardUnavailable("stopped")
     with pytest.raises(errors.ShardUnavailable):
         cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
     assert cluster.scheduler.describe().tables == (replace(SPEC, optimizer=SGD(0.5)),)  # whoever opens it now
@@ -244,12 +244,24 @@ def test_a_shard_that_is_not_reached_by_an_alteration_has_it_by_the_next_one() -
     assert altered(cluster) == [("host:0", 0.5, 2), ("host:0", 0.5, 3), ("host:1", 0.5, 3)]
 
 
-def test_an_alteration_that_a_shard_refuses_is_taken_back_on_all() -> None:
+@pytest.mark.parametrize("refusal", [errors.InvalidArgument("holds no row"), errors.Busy("is frozen")])
+def test_an_alteration_that_a_shard_would_refuse_reaches_none(refusal: errors.GeartrainError) -> None:
     cluster = FakeCluster()
     cluster.register_both()
     cluster.scheduler.create_table(SPEC)
-    cluster.refused["host:1"] = errors.InvalidArgument("holds no row")
-    with pytest.raises(errors.InvalidArgument, match="holds no row"):
+    cluster.refused["host:1", True] = refusal
+    with pytest.raises(type(refusal)):
+        cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
+    assert altered(cluster) == []
+    assert (cluster.scheduler.describe().tables, cluster.scheduler.describe().cluster_version) == ((SPEC,), 1)
+
+
+def test_an_alteration_that_a_shard_lacks_memory_for_is_taken_back_on_all() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.refused["host:1", False] = errors.OutOfMemory("too large")
+    with pytest.raises(errors.OutOfMemory, match="too large"):
         cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
     assert altered(cluster) == [("host:0", 0.5, 2), ("host:0", 0.1, 3), ("host:1", 0.1, 3)]
     assert cluster.scheduler.describe().tables == (SPEC,)
