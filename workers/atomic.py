@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from glob import escape
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 
 @contextmanager
@@ -22,6 +20,8 @@ def sole_user(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())):
+            raise BlockingIOError(errno.EWOULDBLOCK, "a process that had it removed it meanwhile", str(folder))
         yield
     finally:
         os.close(descriptor)
@@ -47,20 +47,16 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it is renamed to ``path`` once the block has succeeded.
 
-    Parts that ended processes left are removed first. The old folder is renamed once the new one is on disk, and
-    removed last, so that one of the two is always complete: :func:`complete_folder` finds it.
+    The old folder is renamed once the new one is on disk, and removed last, so that one of the two is always
+    complete: :func:`complete_folder` finds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    for left in path.parent.glob(f".{escape(path.name)}.*.part"):
-        _, _, process = left.name.removesuffix(".part").rpartition(".")
-        if process.isdecimal() and (left == temporary or not psutil.pid_exists(int(process))):
-            _remove_unlocked(left)
+    shutil.rmtree(temporary, ignore_errors=True)
     with _named(path):
         temporary.mkdir()
     try:
-        with sole_user(temporary):  # so that no other process of this machine removes it
-            yield temporary
+        yield temporary
         previous = previous_folder(path)
         if path.exists():
             for written in (file for file in temporary.rglob("*") if file.is_file()):
@@ -71,11 +67,6 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_unlocked(folder: Path) -> None:
-    with suppress(OSError), sole_user(folder):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

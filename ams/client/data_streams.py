@@ -77,7 +77,7 @@ class DataStreams:
         )
         self.patience_seconds = patience_seconds if restore is not None else 0.0
         """Wait for a scheduler that does not answer, if a lease does not say another."""
-        self._reopen, self.finish_writes, self._check_caller = reopen, finish_writes, check_caller
+        self._reopen, self.finish_writes, self.check_caller = reopen, finish_writes, check_caller
         self._timeout_seconds = timeout_seconds
         self._latest = latest
         self._has_leased = False
@@ -99,7 +99,7 @@ class DataStreams:
         """
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
-        self._check_caller()  # or each step would be refused, and have a restored job go back
+        self.check_caller()  # or each step would be refused, and have a restored job go back
         lease = self._call(self._lease if orders_restore else replace(self._lease, restore=None))
         self.lease_number = lease.lease_number
         if lease.tables:

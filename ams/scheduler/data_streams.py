@@ -279,7 +279,7 @@ class StreamLeases:
             changed = self._committed(job, worker, incarnation, cursors, lease_number)
             if hold and not changed.due:
                 changed.held_for = changed.held_for or worker
-            elif changed.held_for == worker:
+            elif not hold and changed.held_for == worker:
                 changed.held_for = ""
             self._commit(job, changed)
             held, share = changed.held_by(worker), changed.share(worker, self._clock())

@@ -128,7 +128,7 @@ class SharedBatches(ClickBatches):
 
     def require_alone(self) -> None:
         self._leased.require_alone()
-        if self.has_ended() and (self._are_read() or self._leased.cursors() != self._cursors):
+        if (self.has_ended() and self._are_read()) or self._leased.cursors() != self._cursors:
             raise SnapshotFailed(f"another worker has trained on samples of job {self._job!r} meanwhile; take it again")
 
     def keep_lease(self) -> None:

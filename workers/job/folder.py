@@ -228,14 +228,14 @@ def sole_trainer(folder: Path) -> Iterator[None]:
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     create_folder(folder, "run folder")
     with ExitStack() as held:
-        held.callback(_remove_empty, missing)
         try:
             held.enter_context(sole_user(folder))
         except BlockingIOError as exc:
             raise RunHeld(
-                f"another process trains in {folder}, or was stopped in the middle of it; end that one first, or begin "
-                "a run in another --out"
+                f"another process trains in {folder}, or was stopped in the middle of it; end that one first, or give "
+                "another --out to begin a run"
             ) from exc
+        held.callback(_remove_empty, missing)  # while it is locked
         yield
 
 

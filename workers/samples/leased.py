@@ -217,8 +217,10 @@ class LeasedSamples(Iterator[SampleBatch]):
             try:
                 step()
                 self._streams.finish_writes()
-            except StaleClient:  # not of the lease: each later push would be refused, too
+            except StaleClient:  # by a shard
                 may_retry = ()
+                self._streams.check_caller()  # raises it if this worker was superseded: each later push fails, too
+                may_retry = (StaleClient,)  # of a table that the scheduler has dropped for a restore
                 raise
             self.commit(batch)
             return True

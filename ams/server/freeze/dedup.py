@@ -182,11 +182,11 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
     present = int(time.time())
     for name in {name for source in sources for name in source.get("undated", ())}.intersection(tables):
         tables[name].adopt_undated()
-    for source in sources:
-        for name, clock in _CLOCKS.validate_python(source["clocks"]).items():
-            if name in tables:
-                seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
-                tables[name].advance_clock(clock._replace(seconds=seconds))
+    clocks = [_CLOCKS.validate_python(source["clocks"]) for source in sources]
+    for name, table in tables.items():
+        known = [its[name] for its in clocks if name in its]
+        sound = [its if its.seconds <= present + SECONDS_AHEAD else its._replace(seconds=present) for its in known]
+        table.advance_clock(farthest(sound))  # at once: rows that were never watched are dated by the first clock
 
 
 def restored_expiry(sources: Sequence[Mapping[str, Any]], name: str, clock: TableClock) -> ExpiryState:

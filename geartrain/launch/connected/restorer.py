@@ -25,6 +25,7 @@ from geartrain.ams.values.errors import (
     ShardRestarted,
     SnapshotDamaged,
     SnapshotNotFound,
+    SnapshotSuperseded,
     Unavailable,
 )
 from geartrain.ams.values.scheduler_messages import Cursor
@@ -130,7 +131,7 @@ class JobRestorer:
                 pending.result()
             self._streams.record_saved(name, cursors)
             prune(order.root, _KEPT)
-        except (Unavailable, Fenced):  # the next round handles the lost shard
+        except (Unavailable, Fenced, SnapshotSuperseded):  # the next round handles the lost shard, or saves again
             raise
         except GeartrainError as exc:
             if before is None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,16 @@ def test_a_snapshot_of_a_time_that_has_not_come_yet_goes_on_at_the_present() -> 
     restore_clocks([{"clocks": {"t": (7, 2**32 - 1)}}], {"t": table})
     assert table.clock.step == 7
     assert abs(table.clock.seconds - time.time()) < 2 * HOUR
+
+
+def test_rows_that_were_never_watched_are_as_new_as_the_latest_of_several_shards() -> None:
+    table = RowTable(TableSpec(name="t", dim=1, optimizer=SGD(0.1)), np.arange(4096))
+    table.assign(np.arange(3), np.ones((3, 1), np.float32))
+    table.alter(replace(table.spec, expiry=Unseen(steps=1000), altered=1))
+    clocks: list[dict[str, Any]] = [{"clocks": {"t": (step, 0)}} for step in (0, 10, 1_000_000)]
+    restore_clocks([{**clocks[0], "undated": ["t"]}, *clocks[1:]], {"t": table})
+    _, lives, _ = table.read_lives(0, 10)
+    assert lives is not None and lives["step"].tolist() == [1_000_000] * 3
 
 
 @expiry_rule

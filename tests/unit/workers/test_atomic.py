@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from geartrain.ams.values.errors import RunHeld
 from geartrain.cli.shared.signals import exiting_in_order
 from geartrain.workers.atomic import previous_folder, replacing, replacing_folder, sole_user
+from geartrain.workers.job import folder as folders
 
 
 def test_the_old_folder_is_there_until_all_of_the_new_one_is_on_the_disk(
@@ -37,18 +40,32 @@ def test_the_old_folder_is_there_until_all_of_the_new_one_is_on_the_disk(
     assert sorted(path.name for path in folder.iterdir()) == ["new", "tables"]
 
 
-def test_what_ended_processes_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    left, locked, other = (
-        tmp_path / f".{name}.part" for name in (f"1.{ended.pid}", f"1.0{ended.pid}", f"1.{os.getppid()}")
-    )
-    for folder in (left, locked, other):
-        folder.mkdir()
-        (folder / "model.onnx").touch()
-    with sole_user(locked), replacing_folder(tmp_path / "1") as staging:
-        (staging / "model.onnx").touch()
-    assert sorted(tmp_path.iterdir()) == sorted([locked, other, tmp_path / "1"])
+def test_a_folder_that_its_last_user_removed_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, flock = tmp_path / "run", fcntl.flock
+    folder.mkdir()
+
+    def removed(*arguments: int) -> None:
+        flock(*arguments)
+        folder.rmdir()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with pytest.raises(BlockingIOError), sole_user(folder):
+        pass
+
+
+def test_one_that_is_refused_leaves_the_folder_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, create = tmp_path / "run", folders.create_folder
+    with ExitStack() as first:
+
+        def created(*arguments: Any) -> None:  # another process is a little faster
+            create(*arguments)
+            monkeypatch.undo()
+            first.enter_context(folders.sole_trainer(folder))
+
+        monkeypatch.setattr(folders, "create_folder", created)
+        with pytest.raises(RunHeld), folders.sole_trainer(folder):
+            pass
+        assert folder.exists()
 
 
 def test_sigterm_leaves_no_part(tmp_path: Path) -> None:

@@ -137,6 +137,15 @@ def test_before_a_snapshot_all_workers_let_go() -> None:
     assert not job.streams.restored_jobs()["a"].is_read
 
 
+def test_a_worker_that_is_alone_stays_so_though_a_snapshot_becomes_due() -> None:
+    job = Clocked()
+    job.lease("w")
+    for _ in range(2):
+        assert job.streams.renew("a", "w", 1, {}, hold=True).is_alone
+        job.streams.set_due("a", "snapshot")
+    assert not job.streams.renew("a", "w", 1, {}).is_alone
+
+
 def test_without_a_first_snapshot_a_worker_hears_why_and_may_ask_again() -> None:
     job = Clocked()
     job.streams.stop_restoring("a", SnapshotFailed("the disk is full"))
