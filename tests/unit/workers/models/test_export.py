@@ -147,7 +147,7 @@ def test_a_network_whose_features_are_no_numbers_is_refused(tmp_path: Path) -> N
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return torch.log(images - 2.0)
 
-    with pytest.raises(InvalidArgument, match="are nan of their length"):
+    with pytest.raises(InvalidArgument, match="by nan of their length"):
         onnx_backbone.write_onnx(Logarithm(), torch.ones(3, 4), tmp_path / "network.onnx")
 
 
