@@ -281,7 +281,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 f"{self.name} has hosted fields, and the gradients of several ranks meet in the shards: no rank knows "
                 "their norm. Keep these rows out of clip_grad_norm_, or give the fields where='pull'"
             )
-        total = float(ranks.sum(torch.tensor(float(self._samples))))
+        total = float(ranks.sum(torch.tensor(self._samples, dtype=torch.float64)))
         weight = factor * self._samples / total if total else 0.0  # the weight that shards use
         squares = 0.0
         for place, table in enumerate(self.tables):

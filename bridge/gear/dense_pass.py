@@ -95,7 +95,7 @@ class DensePass:
                 return vectors_BD, failed
         except GeartrainError:
             raise
-        except Exception:  # of any kind, from the user's module
+        except (Exception, SystemExit):  # of any kind, from the user's module
             if len(ids) == 1:
                 raise
         halves = _by_halves(
@@ -135,7 +135,7 @@ class DensePass:
                     return failures
         except GeartrainError:
             raise
-        except Exception:  # from the user's module
+        except (Exception, SystemExit):  # from the user's module
             if len(ids) == 1:
                 raise
             return failures | self._backward_halves(ids, gradients_BD)
@@ -247,23 +247,24 @@ def _failures_named(num_samples: int) -> Iterator[None]:
         yield
     except GeartrainError:
         raise
-    except Exception as exc:  # of any kind, from the user's module
+    except (Exception, SystemExit) as exc:  # of any kind, from the user's module
         raise ModuleFailed(
             f"the dense part fails on every sample of a batch of {num_samples}: {type(exc).__name__}: {exc}; see that "
             "its module takes what samples= and decode= make, and that its device has room for them"
         ) from exc
 
 
-def _by_halves(ids: Ids, work: Callable[[slice], R], failed: Callable[[Ids, Exception], R]) -> list[R]:
+def _by_halves(ids: Ids, work: Callable[[slice], R], failed: Callable[[Ids, BaseException], R]) -> list[R]:
     """Find samples that make a batch fail, by halving it. Raises the module's exception if every sample fails alone."""
-    results, errors = [], []
+    results: list[R] = []
+    errors: list[BaseException] = []
     half = len(ids) // 2
     for part in (slice(None, half), slice(half, None)):
         try:
             results.append(work(part))
         except GeartrainError:
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             errors.append(exc)
             results.append(failed(ids[part], exc))
     if len(errors) == 2:
@@ -271,7 +272,7 @@ def _by_halves(ids: Ids, work: Callable[[slice], R], failed: Callable[[Ids, Exce
     return results
 
 
-def _raised(ids: Ids, error: Exception) -> dict[int, Failure]:
+def _raised(ids: Ids, error: BaseException) -> dict[int, Failure]:
     words = f"{type(error).__name__}: {error}"[:SHOWN]
     return {
         number: Failure(SampleDamaged.__name__, f"the dense part fails on the sample of id {number}: {words}")

@@ -93,7 +93,7 @@ class Samples:
             return self._function(number)
         except LookupError:
             return None
-        except Exception as exc:  # of any kind, from the user's function: other ids continue
+        except (Exception, SystemExit) as exc:  # of any kind, from the user's function: other ids continue
             failures[number] = _damaged(number, exc)
             return None
 
@@ -103,7 +103,7 @@ class Samples:
             return
         try:
             sample = torch.as_tensor(raw if self._decode is None else self._decode(raw))
-        except Exception as exc:  # from the user's decoder
+        except (Exception, SystemExit) as exc:  # from the user's decoder
             failures[number] = _damaged(number, exc)
             return
         with self._lock:
@@ -116,7 +116,7 @@ class Samples:
             self._cache.add(number, sample)
 
 
-def _damaged(number: int, exc: Exception) -> Failure:
+def _damaged(number: int, exc: BaseException) -> Failure:
     words = f"{type(exc).__name__}: {exc}"[:SHOWN]
     return Failure(SampleDamaged.__name__, f"the sample of id {number} cannot be read: {words}")
 

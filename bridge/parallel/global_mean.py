@@ -51,7 +51,7 @@ def mean_over_ranks(
             f"weights is {quoted(weights)}; it must be a tensor {list(losses.shape)} as the losses, without a gradient"
         )
     link = Communicator(process_group)
-    wide = losses.float() if losses.dtype.itemsize < 4 else losses  # a sum may exceed float16 where the mean does not
+    wide = _wide(losses)
     own_sum, amount = wide.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)
     if weights is not None:
         own_sum, amount = (wide * weights).sum(), weights.sum(dtype=torch.float64)
@@ -64,21 +64,27 @@ def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) 
     """Return the summed loss of the own samples, and the divisor of its mean, from outputs that are not split."""
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
         known: Any = loss
+        output, weight = _wide(output), None if known.weight is None else _wide(known.weight)
         if type(loss) is nn.NLLLoss:
-            own_sum = F.nll_loss(output, labels, known.weight, None, known.ignore_index, None, "sum")
+            own_sum = F.nll_loss(output, labels, weight, None, known.ignore_index, None, "sum")
         else:
             smoothing = known.label_smoothing
-            own_sum = F.cross_entropy(output, labels, known.weight, None, known.ignore_index, None, "sum", smoothing)
+            own_sum = F.cross_entropy(output, labels, weight, None, known.ignore_index, None, "sum", smoothing)
         if labels.dtype.is_floating_point:
             return own_sum, own_sum.new_tensor(output.numel() // max(1, output.shape[1]))
         counts = labels != known.ignore_index
-        weights = counts if known.weight is None else known.weight[torch.where(counts, labels, 0)] * counts
+        weights = counts if weight is None else weight[torch.where(counts, labels, 0)] * counts
         return own_sum, weights.sum()
-    amount = torch.tensor(float(len(labels)), device=labels.device)
+    amount = torch.tensor(float(len(labels)), dtype=torch.float32, device=labels.device)
     if not len(labels):
         return _nothing_of(output), amount
     value = loss(output, labels)
     return (value * amount if reduction == "mean" else value), amount
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return 16-bit values as float32: their sum may exceed float16 where their mean does not."""
+    return values.float() if values.dtype.itemsize < 4 else values
 
 
 def _nothing_of(output: Any) -> Tensor:

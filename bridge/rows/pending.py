@@ -78,7 +78,7 @@ class PendingUpdate(ABC, Generic[G]):
     """Sender of a step's pushes while the next one is computed; None: the step sends them."""
 
     def __init__(self) -> None:
-        self.carrier = torch.zeros(1, requires_grad=True)
+        self.carrier = torch.zeros(1, dtype=torch.float32, requires_grad=True)
         self.stand_in = StandIn(self)
         self._passes: list[tuple[int, ref[BackwardCall], Any]] = []
         """Backward passes that autograd may still accumulate: graph task, call to queue, and upstream of each."""
@@ -90,7 +90,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Counter of changes of the classes: a backward pass must be of the present one."""
         self._pending: G | None = None
         self._samples = 0
-        self._unchanged = torch.ones(1)
+        self._unchanged = torch.ones(1, dtype=torch.float32)
         """Gradient of the carrier before any factor."""
         self._known_factor: float | None = None
         """Last value read by :meth:`check_finite`; None if it may have changed since."""

@@ -47,7 +47,7 @@ class StandIn(nn.Parameter):
 
     def __new__(cls, update: StandInRows) -> StandIn:
         """Return the stand-in for the rows of ``update``, which owns it."""
-        made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
+        made: StandIn = super().__new__(cls, torch.empty(0, dtype=torch.float32, device="cpu"))
         made._update = ref(update)
         made.register_post_accumulate_grad_hook(StandIn._collect)  # type: ignore[no-untyped-call]
         return made
@@ -91,7 +91,7 @@ class StandIn(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a parameter without rows: rows are trained in one place."""
-        return nn.Parameter(torch.empty(0), self.requires_grad)
+        return nn.Parameter(torch.empty(0, dtype=torch.float32), self.requires_grad)
 
 
 _CHECKPOINT = "torch.distributed.checkpoint."

@@ -32,7 +32,7 @@ from geartrain.ams.values.config import (
     identify,
     split_address,
 )
-from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument, SourceError
+from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument, RunHeld, SourceError
 from geartrain.launch import configuration
 from geartrain.launch.role import KILL_AFTER_SECONDS
 from geartrain.launch.up import ClusterFacts, next_address
@@ -156,7 +156,8 @@ class RayCluster:
 
         Raises:
             ConfigError: The cluster was made without workers.
-            Exception: The error of the function. ConfigError, InvalidArgument and SourceError without a restart.
+            Exception: The error of the function. ConfigError, InvalidArgument and SourceError without a restart; but
+                RunHeld with one: a worker that was killed may still hold its run.
         """
         if len(self._groups) < 2:
             raise ConfigError("this cluster has no workers; say how many: gt.ray.cluster(..., workers=2)")
@@ -173,7 +174,8 @@ class RayCluster:
             except _WORKER_ERRORS as exc:
                 cause = exc.cause if isinstance(exc, RayTaskError) else exc
                 failures += 1
-                if isinstance(cause, _ERRORS_OF_ARGUMENTS) or 0 <= max_failures < failures:
+                is_mistake = isinstance(cause, _ERRORS_OF_ARGUMENTS) and not isinstance(cause, RunHeld)
+                if is_mistake or 0 <= max_failures < failures:
                     raise cause from exc
                 reason = str(cause).partition("\n")[0]  # Ray adds lines about possible causes
                 logger.warning("the workers are started again (%d so far): %s", failures, reason)

@@ -143,7 +143,7 @@ class DeviceActive:
         return DeviceTargets(found_B.masked_fill_(is_other_B, -1))
 
     def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
-        offsets = torch.empty(self.num + 1, device=self.device)
+        offsets = torch.empty(self.num + 1, dtype=torch.float32, device=self.device)
         offsets = offsets.copy_(log2_weight) if isinstance(log2_weight, Tensor) else offsets.fill_(log2_weight)
         positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is no row
         return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]

@@ -100,7 +100,8 @@ def margin_cross_entropy(
         labels, counts_B = labels.where(counted_B, 0), counts_B * counted_B
     if weight is not None and reduction == "mean":  # so that neither weights nor their sum leave the losses' range
         one = torch.ones_like(counts_B[0])
-        counts_B = counts_B * torch.ldexp(one, -torch.frexp(counts_B.detach().amax()).exponent)
+        exponent = torch.frexp(counts_B.detach().amax()).exponent.clamp_min(-1022)  # 2**1022 is no infinity
+        counts_B = counts_B * torch.ldexp(one, -exponent)
     loss_B: Tensor = _MarginCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, labels - before, margin, smoothing, total, link
     )
@@ -117,7 +118,7 @@ def margin_cross_entropy(
 def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
     """Return the weight of each sample [B] in float64; ones in float32."""
     if weight is None:
-        return torch.ones(len(logits), device=logits.device)
+        return torch.ones(len(logits), dtype=torch.float32, device=logits.device)
     if not isinstance(weight, Tensor) or weight.device.type == "cpu":
         checked_weight(weight.detach() if isinstance(weight, Tensor) else weight, len(logits))
     if weight.shape != logits.shape[:1] or weight.device != logits.device:

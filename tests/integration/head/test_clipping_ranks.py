@@ -128,6 +128,7 @@ def test_a_rank_that_cannot_read_its_rows_lets_no_other_wait(rank: int) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ShardUnavailable("shard 0 is away")
 
+    torch.set_default_dtype(torch.float64)  # of no matter to what a rank sends
     if rank == 1:
         cluster.tables["streamed"].pull_into_async = fails  # type: ignore[method-assign, assignment]
     with pytest.raises(ShardUnavailable if rank == 1 else SyncError):

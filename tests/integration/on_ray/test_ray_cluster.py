@@ -71,11 +71,19 @@ def test_workers_meet_and_all_begin_again_when_a_rank_dies(tmp_path: Path) -> No
     def mistaken() -> None:
         raise gt.errors.InvalidArgument("no such thing")
 
+    def late() -> str:
+        tried = Path(folder) / f"held-{os.environ['RANK']}"
+        if not tried.exists():
+            tried.touch()
+            raise gt.errors.RunHeld("the predecessor still ends")
+        return "free"
+
     with gt.ray.cluster(workers=2, cpus_per_worker=0.5, cpus_per_shard=0.5) as cluster:
         assert cluster.run(ranks, cluster.address) == [(0, 3.0), (1, 3.0)]
         assert len(list(tmp_path.iterdir())) in (3, 4)
         with pytest.raises(gt.errors.InvalidArgument, match="no such thing"):
             cluster.run(mistaken)
+        assert cluster.run(late) == ["free", "free"]
 
 
 @pytest.mark.usefixtures("ray_nodes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -220,6 +221,8 @@ def test_bytes_need_a_decoder_and_a_store_is_read_at_once() -> None:
     samples = Samples(store, lambda raw: torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     batch, failures = samples.batch(np.array([3, 5, 4]))
     assert batch is not None and batch.tolist() == [[3, 3], [4, 4]] and list(failures) == [5] and store.calls == 1
+    for odd in (Samples(store, lambda _: sys.exit(2)), Samples(lambda _: sys.exit(2))):
+        assert "SystemExit: 2" in odd.batch(np.array([3]))[1][3].reason
     with pytest.raises(InvalidArgument, match="samples is 7"):
         Samples(7)
 
@@ -288,15 +291,18 @@ def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureF
     ("error", "expected", "message"),
     [
         (RuntimeError("device lost"), ModuleFailed, "RuntimeError: device lost"),
-        (SystemExit(2), InternalError, "a dense update failed: SystemExit: 2"),
+        (SystemExit(2), ModuleFailed, "SystemExit: 2"),
+        (KeyError("of a hook"), InternalError, "a dense update failed: KeyError: 'of a hook'"),
     ],
 )
-def test_the_thread_of_updates_outlives_what_the_module_raises(
+def test_the_thread_of_updates_outlives_what_is_raised(
     error: BaseException, expected: type[GeartrainError], message: str
 ) -> None:
     module = Fragile()
     module.error = error
-    engine, _, _ = engine_of(module, mode="async", flush_seconds=0.04)
+    engine, dense, _ = engine_of(module, mode="async", flush_seconds=0.04)
+    if expected is InternalError:  # raised beside the module
+        dense.refresh = lambda: module(IMAGES[:1]) is None
     engine.deliver(delivery([1]))
     while engine.update_error is None:
         threading.Event().wait(0.001)

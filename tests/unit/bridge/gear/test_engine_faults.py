@@ -33,13 +33,14 @@ class Normed(nn.Sequential):
 class Picky(nn.Linear):
     """Raises if the sample of one id is in the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error or IndexError("index out of range in self")
         torch.manual_seed(2)
         super().__init__(5, DIM)
 
     def forward(self, batch: Tensor) -> Tensor:
         if bool((batch[:, 0] == IMAGES[ODD, 0]).any()):
-            raise IndexError("index out of range in self")
+            raise self.error
         return super().forward(batch)
 
 
@@ -118,15 +119,16 @@ def test_a_batch_is_cut_into_parts_of_about_the_same_size() -> None:
     assert sizes == [5, 4]
 
 
-def test_a_sample_that_the_module_cannot_take_is_blamed_alone() -> None:
-    engine, _, batcher = engine_of(Picky())
+@pytest.mark.parametrize("error", [IndexError("index out of range in self"), SystemExit(2)])
+def test_a_sample_that_the_module_cannot_take_is_blamed_alone(error: BaseException) -> None:
+    engine, _, batcher = engine_of(Picky(error))
     reply = engine.features(np.array([0, 1, ODD, 2, 4]))
-    assert list(reply.failures) == [ODD] and "index out of range" in reply.failures[ODD].reason
+    assert list(reply.failures) == [ODD] and f"{type(error).__name__}: {error}" in reply.failures[ODD].reason
     torch.testing.assert_close(reply.vectors_KD[[0, 1, 3, 4]], engine.features(np.array([0, 1, 2, 4])).vectors_KD)
     engine.add(delivery([0, 1, ODD, 2, 4]))
     engine.apply_all()
     assert batcher.failed == [ODD] and engine.account().applied == 4
-    with pytest.raises(ModuleFailed, match="IndexError"):
+    with pytest.raises(ModuleFailed, match=type(error).__name__):
         engine.features(np.array([ODD]))
 
 

@@ -105,6 +105,16 @@ def test_a_mean_is_weighted_whatever_the_size_of_the_weights(size: float) -> Non
     torch.testing.assert_close(gt.margin_cross_entropy(cosines.float(), labels, weight=ignored), expected)
 
 
+def test_weights_may_all_be_subnormal() -> None:
+    cosines, labels = batch()
+    weight, found = torch.arange(len(labels), dtype=torch.float64), []
+    for size in (1.0, 1e-310):
+        ours = cosines.clone().requires_grad_()
+        loss = gt.margin_cross_entropy(ours, labels, weight=weight * size)
+        found.append((loss.detach(), *torch.autograd.grad(loss, ours)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_gradient_is_that_of_the_loss() -> None:
     cosines, labels = batch(1)
     assert torch.autograd.gradcheck(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch, SyncError
+from geartrain.bridge.parallel.global_mean import own_sum_of
 from geartrain.bridge.parallel.scopes import Scope
 from tests.support.rank_processes import on_ranks
 
@@ -139,6 +140,18 @@ def test_every_cross_entropy_is_that_of_torch(rank: int, ranks: int) -> None:
             assert_equal_training(rank, ranks, made(Classifier), scopes, loss, some)
     # Fewer classes than ranks: one has none.
     assert_equal_training(rank, ranks, made(Classifier, 2), FUSION, nn.CrossEntropyLoss(), labels % 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_sums_of_16_bit_losses_are_those_of_float32(kind: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    output = torch.tensor([[16384.0, 0.0]], dtype=dtype).expand(8, 2).requires_grad_()
+    weight = torch.full((2,), 16384.0, dtype=dtype)
+    for labels in (torch.ones(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)):
+        for mine, theirs in ((None, None), (weight, weight.float())):
+            own_sum, amount = own_sum_of(kind(weight=mine, reduction="sum"), "sum", output, labels)
+            torch.testing.assert_close(own_sum, kind(weight=theirs, reduction="sum")(output.float(), labels))
+            assert amount == (8 if mine is None else 8 * 16384)
 
 
 class WithTwoHeads(Classifier):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.parallel.topk.compaction import TensorCompaction
 
 
-@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str, autouse=True)
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16], ids=str, autouse=True)
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(request.param)
@@ -63,6 +65,28 @@ def test_classes_are_imprinted_and_added(cluster: Cluster) -> None:
     torch.testing.assert_close(head.weights(torch.arange(4)), images)
     assert head.add_classes(1, examples=[(images[:1], torch.zeros(1, dtype=torch.int64))], backbone=nn.Identity()) == 4
     assert head.biases().dtype == torch.float32
+
+
+def test_embeddings_are_trained_by_gradients_beyond_float16(cluster: Cluster) -> None:
+    table = gt.Embedding(cluster, "t", dim=3, optimizer=gt.SGD(1.0))
+    rows = gt.RowOptimizer(table)
+    vectors = table(torch.tensor([1, 2]), torch.tensor([0, 1]))
+    with torch.no_grad():
+        before = table(torch.tensor([1]), torch.tensor([0]))
+    (vectors * 1e5).sum().backward()
+    norm = gt.clip_grad_norm_((), rows, 1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, torch.tensor(6**0.5 * 1e5, dtype=torch.float32))
+    rows.step()
+    after = table(torch.tensor([1]), torch.tensor([0]))
+    torch.testing.assert_close(before - after, torch.full_like(before, 6**-0.5))
+
+
+def test_offsets_of_classes_on_a_device_are_those_of_the_host() -> None:
+    host, device = HostActive(3), DeviceActive(3, None, torch.device("cpu"))
+    for weight in (1.2345678, torch.tensor(1.2345678, dtype=torch.float32)):
+        offsets = device.offsets(np.array([1]), weight)
+        torch.testing.assert_close(offsets, host.offsets(np.array([1]), float(weight)), rtol=0, atol=0)
 
 
 def test_the_largest_gradients_are_found_by_tensor_operations() -> None:
