@@ -70,7 +70,7 @@ def test_a_file_is_sent_as_it_is(served: ServedModels) -> None:
         (415, ECHO, b"<x/>", {"Content_Type": "text/xml"}, "content-type is 'text/xml'; send application/json"),
         (415, "/v1/show", b"x", {"Content_Type": "text/xml"}, "send application/json, or an image file"),
         (421, ECHO, {"numbers": [1]}, {"Host": "evil.example"}, "not called 'evil.example'; ask it by its address"),
-        (403, ECHO, {"numbers": [1]}, {"Origin": "http://evil.example"}, "pages of 'http://evil.example' may not send requests"),
+        (403, ECHO, {"numbers": [1]}, {"Origin": "http://evil.example"}, "'http://evil.example' may not send requests"),
         (403, ECHO, {"numbers": [1]}, {"Origin": "null"}, "pages of 'null' may not send requests"),
         (400, "/v1/models/glyphs/rollback", {"to": -1}, {}, "to is -1; it must be the number of a version"),
         (400, "/v1/models/glyphs/rollback", {"version": 1}, {}, "the body has 'version'; it may have to"),

@@ -71,7 +71,7 @@ def test_a_damaged_directory_leads_nowhere() -> None:
         out = np.zeros((2, 2), np.float32)
         assert found.pull([0], [np.array([3, 2**62])], out=[out])[0][-1] == 1
     for starts, wrong in [([0], rows), ([0, 1, 2, 3], rows), ([0, 100], rows[1:])]:
-        with pytest.raises(ValueError, match="must (be|have)"):
+        with pytest.raises(ValueError, match=r"must (be|have)"):
             MappedRows([(np.array(starts), ids, wrong)])
 
 
