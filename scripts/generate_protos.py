@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,8 +39,9 @@ def generate(target: Path, package: str = PACKAGES[0]) -> list[Path]:
     well_known = Path(protoc.__file__).parent / "_proto"
     plugins = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            "protoc",
+        # In a process of its own: it forks, and aborts where other libraries have brought another protobuf.
+        command = [
+            *(sys.executable, "-m", "grpc_tools.protoc"),
             f"--proto_path={SOURCES}",
             f"--proto_path={well_known}",
             f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
@@ -48,7 +50,7 @@ def generate(target: Path, package: str = PACKAGES[0]) -> list[Path]:
             f"--descriptor_set_out={folder}/descriptors",
             *map(str, protos),
         ]
-        if protoc.main(arguments) != 0:
+        if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("protoc failed; its complaint is above")
         target.mkdir(parents=True, exist_ok=True)
         if package == PACKAGES[0]:

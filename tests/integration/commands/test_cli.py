@@ -123,8 +123,8 @@ def test_a_wrong_number_is_named_with_its_option(arguments: list[str], said: str
     [
         (["worker", "classify", "--data", "/nope"], "/nope is not there"),
         (["worker", "classify", "--data", ".", "--set", "held_out=3"], "3.0"),
-        (["worker", "classify", "--data", "/tmp", "--set", "backbone=iresnet17"], "'iresnet17'"),
-        (["worker", "classify", "--data", "/tmp", "--device", "quantum"], "'quantum'"),
+        (["worker", "classify", "--data", str(Path(__file__).parent), "--set", "backbone=iresnet17"], "'iresnet17'"),
+        (["worker", "classify", "--data", str(Path(__file__).parent), "--device", "quantum"], "'quantum'"),
         (["quickstart", "--small", "--out", "/proc/nope/small"], "the folder /proc/nope cannot be made"),
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),
