@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.client.table import Table
 from geartrain.workers.samples import leased
 
@@ -82,6 +84,39 @@ def test_a_step_that_fails_is_raised_and_is_in_the_rows_once_all_the_same(roles:
                 batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
         assert np.all(table.pull(np.arange(COUNT)) == 1)
         assert np.all(other.pull(np.arange(COUNT)) == 1)  # is not of the job
+
+
+def test_a_push_to_a_table_that_is_dropped_for_a_restore_is_repeated(roles: Roles) -> None:
+    with gt.connect(roles.address) as cluster:
+        table = counts(cluster, "t")
+
+        def refused(ids: torch.Tensor) -> None:
+            count(table, ids)
+            raise gt.errors.StaleClient("write 1 was applied to a table that was dropped since")
+
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
+            first = next(batches)
+            assert not batches.apply(first, lambda: refused(first["id"]))
+            for batch in batches:
+                batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+        assert np.all(table.pull(np.arange(COUNT)) == 1)
+
+
+def test_a_first_snapshot_that_an_alteration_ends_is_taken_again(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, snapshot = list[object](), Cluster.snapshot
+
+    def ended(self: Cluster, *arguments: Any, **named: Any) -> PendingSnapshot:
+        taken.append(self)
+        if len(taken) == 1:
+            raise gt.errors.SnapshotSuperseded("it was given up")
+        return snapshot(self, *arguments, **named)
+
+    monkeypatch.setattr(Cluster, "snapshot", ended)
+    with gt.connect(roles.address) as cluster:
+        counts(cluster, "t")
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
+            next(batches)
+    assert len(taken) == 2
 
 
 def test_a_superseded_worker_is_told_and_gets_no_samples_any_more(roles: Roles) -> None:

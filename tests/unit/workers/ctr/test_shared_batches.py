@@ -80,6 +80,13 @@ def test_rows_in_which_others_have_trained_since_are_not_saved_at_the_end_of_a_r
             batches.require_alone()
 
 
+def test_rows_in_which_others_have_trained_though_this_one_seems_alone_are_not_saved() -> None:
+    batches = shared_batches([], [{0: (0, 5)}, {0: (0, 9)}])
+    batches.where()
+    with pytest.raises(SnapshotFailed, match="another worker has trained"):
+        batches.require_alone()
+
+
 def test_each_epoch_keeps_other_samples_without_a_click() -> None:
     count = 500
     ids = {"user": np.arange(count) % 9, "item": np.arange(count)}  # an item names its sample
