@@ -86,8 +86,8 @@ class Launcher:
             on_line: called with every log line of every child, on threads of their own.
             more: roles to start when all shards serve; allowed are those with ``in_up`` in the registry.
             restart: whether to restart roles that die.
-            dashboard: host:port of a page that shows the cluster; None: no page. The cluster runs on
-                if it dies.
+            dashboard: host:port of a page that shows the cluster; None: no page. The cluster runs on if
+                it dies.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.

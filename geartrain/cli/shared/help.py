@@ -94,8 +94,8 @@ def readable(function: Command, name: str = "") -> Command:
 
 
 class _Grouped:
-    """Command that names wrong values. Its help groups options where they are many, without
-    Python types such as ``<str>``."""
+    """Command that names wrong values. Its help groups options where they are many, and shows no Python types such as
+    ``<str>``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
