@@ -154,12 +154,17 @@ class CallThreads(ThreadPoolExecutor):
         return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _POLL_SECONDS)
 
     def _abort_slow_calls(self) -> None:
+        looked = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait(_POLL_SECONDS if self._reading else _IDLE_LOOK_SECONDS)
+                seconds = _POLL_SECONDS if self._reading else _IDLE_LOOK_SECONDS
+                self._changed.wait(seconds)
                 if self._is_over:
                     return
                 now = time.monotonic()
+                stalled, looked = max(0.0, now - looked - seconds), now
+                for call in self._reading:  # while this process had no processor, messages could not arrive
+                    call.began = call.began and min(call.began + stalled, now)
                 begun = sorted((call.began, id(call), call) for call in self._reading if call.began is not None)
                 slow = [reading for n, (began, _, reading) in enumerate(begun) if now - began > self._backoff(n)]
                 self._ended.update(reading.peer for reading in slow)

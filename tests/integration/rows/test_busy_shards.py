@@ -19,7 +19,7 @@ from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.server.chunked_writes import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import Busy, ShardUnavailable
+from geartrain.ams.values.errors import Busy, ShardUnavailable, Unavailable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import CallContext, Done, Push
 from geartrain.ams.values.specs import Constant
@@ -30,15 +30,15 @@ CONFIG = ClientConfig(attempt_timeout_seconds=10, recovery_timeout_seconds=60)
 
 
 def pushed(channel: grpc.Channel, context: CallContext, push: Push) -> Done:
-    """Push in parts of 64 KiB, and again while the shard is busy."""
+    """Push in parts of 64 KiB, and again while the shard is busy or has no lease."""
     send = channel.unary_unary(SHARD[Push].path)
     while True:
         begun = [send.future(data, timeout=20) for data in write_messages(push, context, 64 << 10)]
         outcome = outcome_of(Push, [call.result for call in begun])
-        if not isinstance(outcome, Busy):
-            assert isinstance(outcome, Done), outcome
+        if isinstance(outcome, Done):
             return outcome
-        time.sleep(outcome.retry_after_seconds / 10)
+        assert isinstance(outcome, Unavailable), outcome
+        time.sleep(outcome.retry_after_seconds / 10 if isinstance(outcome, Busy) else 0.1)
 
 
 def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once(served: Callable[..., Any]) -> None:

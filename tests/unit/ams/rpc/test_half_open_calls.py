@@ -93,6 +93,34 @@ def test_a_call_whose_message_does_not_come_is_ended(half_open: HalfOpen, monkey
     assert call.code() is not grpc.StatusCode.OK
 
 
+def test_a_pause_of_the_server_is_not_counted_against_calls_whose_messages_arrive(
+    stack: ExitStack, server: GrpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        ahead = 0.0
+
+        def monotonic(self) -> float:
+            return time.monotonic() + self.ahead
+
+    clock = Clock()
+    monkeypatch.setattr(call_threads, "time", clock)
+    resumed = threading.Event()
+
+    def late_message() -> Iterator[bytes]:
+        resumed.wait(SECONDS)
+        yield b"data"
+
+    channel = stack.enter_context(grpc.insecure_channel(server.address))
+    call = channel.stream_unary("/s/Echo").future(late_message())
+    deadline = time.monotonic() + SECONDS
+    while not any(reading.began for reading in server.calls._reading):
+        assert time.monotonic() < deadline
+    clock.ahead = call_threads.MESSAGE_SECONDS + 1
+    threading.Event().wait(0.5)  # several looks
+    resumed.set()
+    assert call.result(SECONDS) == b"data"
+
+
 def test_few_calls_hold_messages_that_are_not_whole(server: GrpcServer, lane: CallThreads, half_open: HalfOpen) -> None:
     methods = ("/s/Echo", "/s/Beat", "/grpc.health.v1.Health/Check")
     strangers = [half_open(method, 50) for method in methods]
