@@ -46,6 +46,13 @@ CHECKS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let roles have any free port: one that listens at a default of theirs is none of these tests' business."""
+    for name in ("GRAPH", "SERVE"):
+        monkeypatch.setenv(f"GEARTRAIN_{name}__LISTEN", "127.0.0.1:0")
+
+
 def findings(*arguments: str, code: int) -> dict[str, dict[str, Any]]:
     done = typed("doctor", "--json", "--disk-gib=0", *arguments)
     assert done.returncode == code, done.stdout + done.stderr

@@ -113,7 +113,7 @@ def test_a_pause_of_the_server_is_not_counted_against_calls_whose_messages_arriv
     channel = stack.enter_context(grpc.insecure_channel(server.address))
     call = channel.stream_unary("/s/Echo").future(late_message())
     deadline = time.monotonic() + SECONDS
-    while not any(reading.began for reading in server.calls._reading):
+    while not any(reading.began for reading in list(server.calls._reading)):
         assert time.monotonic() < deadline
     clock.ahead = call_threads.MESSAGE_SECONDS + 1
     threading.Event().wait(0.5)  # several looks
