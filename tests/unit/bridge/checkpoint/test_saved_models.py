@@ -323,6 +323,22 @@ def test_a_model_that_was_made_otherwise_is_refused_and_not_changed(
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
+def test_an_optimizer_that_was_made_otherwise_is_refused_before_anything_is_loaded(saved: Path) -> None:
+    with gt.local() as cluster:
+        trainer = Trainer(cluster)
+        other = gt.RowOptimizer(gt.ClassHead(cluster, "other", num_classes=3, dim=DIM))
+        dense = torch.optim.AdamW([{"params": [one]} for one in trainer.model.backbone.parameters()], 0.01)
+        before, weights = trainer.model.head.weights(), trainer.model.backbone[0].weight.clone()
+        for state, error, message in (
+            ({"dense": dense}, SpecMismatch, r"'dense' of .* has param_groups of \[4\] .* of \[1, 1, 1, 1\]"),
+            ({"rows": other}, InvalidArgument, r"0 param_groups of the rows of table 'other'"),
+        ):
+            with pytest.raises(error, match=message):
+                gt.load(trainer.model, saved, state=state)
+            assert torch.equal(trainer.model.head.weights(), before)
+            assert torch.equal(trainer.model.backbone[0].weight, weights)
+
+
 def test_trained_rows_are_replaced_only_if_that_is_said(cluster: Cluster, saved: Path) -> None:
     trainer = Trainer(cluster, reuse=True)
     trained = trainer.model.head.weights()
