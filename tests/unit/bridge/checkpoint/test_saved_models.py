@@ -323,6 +323,22 @@ def test_a_model_that_was_made_otherwise_is_refused_and_not_changed(
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("is_first_on_ranks", [True, False])
+def test_the_optimizer_of_many_tables_goes_on_in_another_place(tmp_path: Path, is_first_on_ranks: bool) -> None:
+    def made(cluster: Cluster | None) -> tuple[nn.Module, Any]:
+        fields = [gt.Field(name, dim=2) for name in "abcd"]
+        group = gt.EmbeddingGroup(cluster, "ctr", fields, rows="ranks" if cluster is None else "pull")
+        return group, gt.RowOptimizer(group)
+
+    with gt.local() as cluster:
+        model, rows = made(None if is_first_on_ranks else cluster)
+        rows.param_groups[0]["lr"] = 0.25
+        gt.save(model, tmp_path / "model", state={"rows": rows})
+        model, rows = made(cluster if is_first_on_ranks else None)
+        gt.load(model, tmp_path / "model", state={"rows": rows})
+        assert rows.param_groups[0]["lr"] == 0.25
+
+
 def test_an_optimizer_that_was_made_otherwise_is_refused_before_anything_is_loaded(saved: Path) -> None:
     with gt.local() as cluster:
         trainer = Trainer(cluster)
