@@ -27,6 +27,7 @@ from geartrain.bridge.checkpoint.modules_with_rows import (
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_tables
 from geartrain.bridge.placements.placement import Placement
+from geartrain.bridge.rows.optimizer import HoldsRows, RowOptimizer
 from geartrain.bridge.rows.serialization import ShardedTensorRef
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ def load(
     Raises:
         ConfigError: No model was saved there.
         ModelDamaged, SnapshotDamaged: A file is missing or changed; the error names it.
-        SpecMismatch: The model has other modules, parameters or tables; nothing was changed. If not ``strict``: a
-            table has other settings, or the two have nothing in common.
+        SpecMismatch: The model has other modules, parameters or tables, or an optimizer of ``state`` other groups;
+            nothing was changed. If not ``strict``: a table has other settings, or the two have nothing in common.
         TableExists: Rows were trained and ``replace`` is False; nothing was changed.
-        InvalidArgument: Gradients wait for a step, or ``state`` has a name that was not saved.
+        InvalidArgument: Gradients wait for a step, ``state`` has a name that was not saved, or an optimizer trains rows
+            of other tables.
         ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, as rows may
             have been loaded already.
     """
@@ -224,6 +226,21 @@ def _require_objects(folder: Path, content: Mapping[str, Any], state: Mapping[st
             )
         if not hasattr(item, "load_state_dict"):
             raise InvalidArgument(f"state[{name!r}] is {quoted(item)}; it must have load_state_dict()")
+        if hasattr(item, "param_groups") and "param_groups" in content["objects"][name]:
+            _require_same_groups(f"optimizer {name!r} of {folder}", content["objects"][name]["param_groups"], item)
+
+
+def _require_same_groups(what: str, saved: list[dict[str, Any]], optimizer: Any) -> None:
+    """Raise SpecMismatch or InvalidArgument for groups that ``load_state_dict`` refuses after the rows are loaded."""
+    there, here = (sorted(len(group["params"]) for group in groups) for groups in (saved, optimizer.param_groups))
+    if there != here:
+        raise SpecMismatch(
+            f"{what} has param_groups of {there} parameters, the one to load of {here}; make it like the saved one, or "
+            "load without its state; nothing was changed"
+        )
+    rows = optimizer.rows if isinstance(optimizer, HoldsRows) else optimizer
+    if isinstance(rows, RowOptimizer):
+        rows.split_saved(saved)
 
 
 def _require_same_tables(snapshot: Snapshot, placements: list[Placement]) -> None:

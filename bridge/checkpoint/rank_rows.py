@@ -8,6 +8,7 @@ Each rank writes its own files. No rank holds a whole tensor, and a reader opens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def extract_sharded(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
     own: dict[str, _OwnRows] = {}
 
     def walk(value: Any, place: str) -> Any:
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not isinstance(value, Counter):
             return {key: walk(item, f"{place}[{key!r}]") for key, item in value.items()}
         if isinstance(value, list | tuple):
             walked = [walk(item, f"{place}[{number}]") for number, item in enumerate(value)]

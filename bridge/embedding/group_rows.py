@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from geartrain.ams.client.jobs.worker_steps import JobSteps
     from geartrain.ams.client.rows.write_log import WriteLog
 
+_NAMED = 3
+"""Most tables that a name lists."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
@@ -108,6 +111,12 @@ def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:
     for table, spec in specs.items():
         found.setdefault(spec.optimizer, []).append(table)
     return list(found.values())
+
+
+def name_of(specs: Sequence[TableSpec]) -> str:
+    """Return the name of several tables in errors and param_groups, the same wherever the rows are."""
+    names = [spec.name for spec in specs]
+    return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
 
 
 U = TypeVar("U", bound=PendingUpdate[Any])

@@ -31,7 +31,7 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.embedding.autograd_node import Vectors
 from geartrain.bridge.embedding.field import Field, table_specs
-from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer
+from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer, name_of
 from geartrain.bridge.embedding.ids import FieldIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.modes import SSP
 from geartrain.bridge.embedding.vectors import out_of_range, pooled, require_no_max_weights
@@ -68,7 +68,7 @@ class RankTablesUpdate(DeviceUpdate[RowGradients]):
     @property
     def name(self) -> str:
         """Names of the tables."""
-        return ", ".join(table.spec.name for table in self.tables)
+        return name_of([table.spec for table in self.tables])
 
 
 class RankFields(GroupRows):

@@ -19,13 +19,13 @@ from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.embedding.group_rows import name_of
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
 from geartrain.bridge.placements.row_cache import RowCache, push_through
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
 
-_NAMED = 3
 _INCARNATION, _SPEC = attrgetter("incarnation"), attrgetter("spec")
 
 
@@ -150,8 +150,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         super().__init__()
         self.tables = tuple(tables)
         self.table = self.tables[0]
-        names = [table.spec.name for table in self.tables]
-        self._name = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
+        self._name = name_of(list(map(_SPEC, self.tables)))
         self._hosted, self._caches = hosted, caches
         self.ranks, self.pace = ranks, pace
         self._facts = StepFacts([], set(), [], [])

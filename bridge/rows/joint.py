@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.text import counted, quoted
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.optimizer import RowOptimizer, forget_scale
 from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.stand_in import drop_stand_ins
@@ -212,19 +212,7 @@ class JointOptimizer(torch.optim.Optimizer):
         Raises InvalidArgument if it has other tables or is of another kind of optimizer, and what the dense optimizer
         raises: nothing is loaded then.
         """
-        tables = [group["table"] for group in self._rows.param_groups]
-        saved = defaultdict(list)  # tables of two clusters may have one name: their groups are in order
-        for group in state_dict["param_groups"]:
-            saved[group.get("table")].append(group)
-        for name in tables:
-            if len(saved[name]) != tables.count(name):
-                others = ", ".join(repr(item) for item in saved if item is not None and saved[item]) or "none"
-                raise InvalidArgument(
-                    f"the state has {counted(len(saved[name]), 'param_group')} of the rows of table {name!r}, not "
-                    f"{tables.count(name)} (of tables: {others}); load it into joint() of the same heads"
-                )
-        rows = [saved[name].pop(0) for name in tables]
-        dense = [group for group in state_dict["param_groups"] if group.get("table") not in tables]
+        rows, dense = self._rows.split_saved(state_dict["param_groups"])
         self._load_dense({"state": state_dict["state"], "param_groups": dense})
         self._rows.load_state_dict({"state": {}, "param_groups": rows})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, Replayed, RowModule, require_row_module
 from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import counted_as
@@ -81,11 +82,35 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Numbers of the optimizer that an older state lacks stay unchanged."""
-        super().load_state_dict(state_dict)
+        """Load a state, whose groups are identified by the names of their tables.
+
+        Numbers of the optimizer that an older state lacks stay unchanged. Raises InvalidArgument if it has other
+        tables; nothing is loaded then.
+        """
+        rows, others = self.split_saved(state_dict["param_groups"])
+        super().load_state_dict({**state_dict, "param_groups": [*rows, *others]})
         for group in self.param_groups:
             for name, value in self._updates[id(group["params"][0])].param_group().items():
                 group.setdefault(name, value)
+
+    def split_saved(self, groups: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the groups of these tables in a state's param_groups, in the order of the own, and the other groups.
+
+        Raises InvalidArgument if the state has other tables.
+        """
+        tables = [group["table"] for group in self.param_groups]
+        saved = defaultdict(list)  # tables of two clusters may have one name: their groups are in order
+        for group in groups:
+            saved[group.get("table")].append(group)
+        for name in tables:
+            if len(saved[name]) != tables.count(name):
+                known = ", ".join(repr(item) for item in saved if item is not None and saved[item]) or "none"
+                raise InvalidArgument(
+                    f"the state has {counted(len(saved[name]), 'param_group')} of the rows of table {name!r}, not "
+                    f"{tables.count(name)} (of tables: {known}); load it into an optimizer of the same modules"
+                )
+        rows = [saved[name].pop(0) for name in tables]
+        return rows, [group for others in saved.values() for group in others]
 
     @counted_as("push")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

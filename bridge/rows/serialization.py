@@ -1,14 +1,15 @@
 """Serialization of PyTorch state to bytes, for ``files=`` of ``Cluster.snapshot``: safetensors, no pickle.
 
-State is the ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler: nested dicts, lists and tuples
-of tensors, arrays of numpy, numbers, strings and None. Tensors are stored once each, on the host; the rest, and the
-place of each tensor, is JSON in the file's metadata.
+State is the ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler: nested dicts, Counters, lists
+and tuples of tensors, arrays of numpy, numbers, strings and None. Tensors are stored once each, on the host; the rest,
+and the place of each tensor, is JSON in the file's metadata.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ from geartrain.ams.values.errors import InvalidArgument
 
 _TREE = "geartrain-state"
 _TENSOR, _ARRAY, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$array", "$tuple", "$pairs", "$float", "$apart"
+_COUNTER = "$counter"
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+}
+"""Dtypes that safetensors writes and reads."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,19 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         case Tensor():
             if value.layout is not torch.strided:
                 raise InvalidArgument(f"{place} is a tensor of layout {value.layout}; make it dense: to_dense()")
+            if value.dtype not in _DTYPES:
+                raise InvalidArgument(f"{place} is of {value.dtype}, which safetensors cannot hold; convert it")
+            if value.is_meta or value.is_nested:
+                raise InvalidArgument(f"{place} is a {'meta' if value.is_meta else 'nested'} tensor; make a plain one")
             name = f"{len(tensors):06}"
             tensors[name] = value.detach().cpu().clone().contiguous()
             return {_TENSOR: name}
         case ShardedTensorRef():
             return {_APART: [value.name, list(value.shape), value.dtype]}
-        case np.ndarray() if value.dtype.kind in "biuf":
-            return {_ARRAY: _packed(torch.from_numpy(np.array(value)), place, tensors)[_TENSOR]}
-        case np.generic() if value.dtype.kind in "biuf":
+        case np.ndarray() if _is_plain(value.dtype):
+            native = np.array(value, value.dtype.newbyteorder("="))
+            return {_ARRAY: _packed(torch.from_numpy(native), place, tensors)[_TENSOR]}
+        case np.generic() if _is_plain(value.dtype):
             return _packed(value.item(), place, tensors)
         case None | bool() | int() | str():
             return value
@@ -87,7 +100,8 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             for key in value:
                 if not isinstance(key, str | int) or isinstance(key, bool):
                     raise InvalidArgument(f"{place} has the key {key!r}; keys must be str or int")
-            return {_PAIRS: [[key, _packed(item, f"{place}[{key!r}]", tensors)] for key, item in value.items()]}
+            kind = _COUNTER if isinstance(value, Counter) else _PAIRS  # MultiStepLR has its milestones in a Counter
+            return {kind: [[key, _packed(item, f"{place}[{key!r}]", tensors)] for key, item in value.items()]}
         case tuple():
             return {_TUPLE: [_packed(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]}
         case list():
@@ -97,6 +111,11 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
                 f"{place} is {type(value).__name__}; a state holds tensors, arrays, numbers, strings, None, and dicts, "
                 "lists and tuples of them"
             )
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether torch has numbers of this dtype of numpy."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -114,6 +133,8 @@ def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
             return float(content)
         case "$pairs":
             return {key: _unpacked(item, tensors) for key, item in content}
+        case "$counter":
+            return Counter({key: _unpacked(item, tensors) for key, item in content})
         case "$apart":
             name, shape, dtype = content
             if not isinstance(vars(torch).get(dtype), torch.dtype):

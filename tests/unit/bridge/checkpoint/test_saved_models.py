@@ -323,6 +323,38 @@ def test_a_model_that_was_made_otherwise_is_refused_and_not_changed(
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("is_first_on_ranks", [True, False])
+def test_the_optimizer_of_many_tables_goes_on_in_another_place(tmp_path: Path, is_first_on_ranks: bool) -> None:
+    def made(cluster: Cluster | None) -> tuple[nn.Module, Any]:
+        fields = [gt.Field(name, dim=2) for name in "abcd"]
+        group = gt.EmbeddingGroup(cluster, "ctr", fields, rows="ranks" if cluster is None else "pull")
+        return group, gt.RowOptimizer(group)
+
+    with gt.local() as cluster:
+        model, rows = made(None if is_first_on_ranks else cluster)
+        rows.param_groups[0]["lr"] = 0.25
+        gt.save(model, tmp_path / "model", state={"rows": rows})
+        model, rows = made(cluster if is_first_on_ranks else None)
+        gt.load(model, tmp_path / "model", state={"rows": rows})
+        assert rows.param_groups[0]["lr"] == 0.25
+
+
+def test_an_optimizer_that_was_made_otherwise_is_refused_before_anything_is_loaded(saved: Path) -> None:
+    with gt.local() as cluster:
+        trainer = Trainer(cluster)
+        other = gt.RowOptimizer(gt.ClassHead(cluster, "other", num_classes=3, dim=DIM))
+        dense = torch.optim.AdamW([{"params": [one]} for one in trainer.model.backbone.parameters()], 0.01)
+        before, weights = trainer.model.head.weights(), trainer.model.backbone[0].weight.clone()
+        for state, error, message in (
+            ({"dense": dense}, SpecMismatch, r"'dense' of .* has param_groups of \[4\] .* of \[1, 1, 1, 1\]"),
+            ({"rows": other}, InvalidArgument, r"0 param_groups of the rows of table 'other'"),
+        ):
+            with pytest.raises(error, match=message):
+                gt.load(trainer.model, saved, state=state)
+            assert torch.equal(trainer.model.head.weights(), before)
+            assert torch.equal(trainer.model.backbone[0].weight, weights)
+
+
 def test_trained_rows_are_replaced_only_if_that_is_said(cluster: Cluster, saved: Path) -> None:
     trainer = Trainer(cluster, reuse=True)
     trained = trainer.model.head.weights()

@@ -35,14 +35,15 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from tests.specification import rounding as reference_rounding
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("rank", "num_local"), [(0, 1), (1, 0)])
 def test_a_rank_may_have_no_class(dtype: DTypeName, rank: int, num_local: int) -> None:
-    spec = TableSpec(name="t", dim=5, num_rows=1, optimizer=SparseMomentum(0.1), dtype=dtype, slot_dtype=dtype)
+    slot_dtype: DTypeName = "int8" if dtype == "float8_e4m3fn" else dtype
+    spec = TableSpec(name="t", dim=5, num_rows=1, optimizer=SparseMomentum(0.1), dtype=dtype, slot_dtype=slot_dtype)
     table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu"))
     assert table.rows_LD.shape == (num_local, 5) and table.slots_LS is not None
     table.assign(np.zeros(1, np.int64), np.ones((1, 5), spec.numpy_dtype))
-    assert (table.rows_LD == 1).all() and (table.slots_LS == 0).all()
+    assert (table.current_rows(slice(None)) == 1).all() and (table.slots_LS == 0).all()
 
 
 def test_copies_are_counted_where_no_kernel_updates_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

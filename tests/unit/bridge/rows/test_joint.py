@@ -150,6 +150,13 @@ def test_a_step_goes_on_from_a_saved_state_of_both(cluster: Cluster) -> None:
     other = make_head(cluster, name="other", optimizer=spec)
     with pytest.raises(InvalidArgument, match=r"0 param_groups of the rows of table 'other', not 1 .*'classes'"):
         gt.joint(torch_optimizer(spec, backbone.parameters()), other).load_state_dict(saved)
+    both = gt.RowOptimizer(other, head)
+    both.param_groups[1]["lr"] = 0.5
+    swapped = gt.RowOptimizer(head, other)
+    swapped.load_state_dict(both.state_dict())
+    assert [(group["table"], group["lr"]) for group in swapped.param_groups] == [("classes", 0.5), ("other", LR)]
+    with pytest.raises(InvalidArgument, match=r"0 param_groups of the rows of table 'other', not 1 .*'classes'"):
+        gt.RowOptimizer(other).load_state_dict(gt.RowOptimizer(head).state_dict())
 
 
 def test_a_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing(cluster: Cluster) -> None:

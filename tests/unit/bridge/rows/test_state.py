@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.checkpoint.rank_rows import extract_sharded
 from geartrain.bridge.rows.serialization import random_state, set_random_state, state_from_bytes, state_to_bytes
 
 
@@ -45,6 +46,31 @@ def test_an_optimizer_goes_on_as_if_it_had_never_been_saved() -> None:
     train(1, range(5, 12))
     for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_a_schedule_of_milestones_after_a_warm_up_goes_on() -> None:
+    def schedule() -> Any:
+        scheduler = torch.optim.lr_scheduler
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
+        parts = [scheduler.LinearLR(optimizer, total_iters=3), scheduler.MultiStepLR(optimizer, [2, 2, 3])]
+        return scheduler.SequentialLR(optimizer, parts, [5]), optimizer
+
+    def rates(schedule: Any, optimizer: Any, steps: range) -> list[float]:
+        found = []
+        for _ in steps:
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    whole, (first, trained), (second, optimizer) = schedule(), schedule(), schedule()
+    expected = rates(*whole, range(10))
+    rates(first, trained, range(4))
+    saved, _ = extract_sharded({"schedule": first.state_dict(), "optimizer": trained.state_dict()})
+    state = state_from_bytes(state_to_bytes(saved))
+    second.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert rates(second, optimizer, range(4, 10)) == expected[4:]
 
 
 buffer_leases = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -83,6 +109,8 @@ def test_arrays_and_numbers_of_numpy_are_kept_as_evaluations_make_them() -> None
     np.testing.assert_array_equal(found["seen"], np.eye(2)[:, ::-1])
     expected = drawn.rand(4)
     drawn.set_state(found["numpy"])
+    swapped = np.array([1, 2], ">i4")
+    np.testing.assert_array_equal(state_from_bytes(state_to_bytes(swapped)), swapped)
     np.testing.assert_array_equal(drawn.rand(4), expected)
 
 
@@ -93,6 +121,18 @@ def test_what_is_no_state_is_named() -> None:
         state_to_bytes({"c": np.array(["text"])})
     with pytest.raises(InvalidArgument, match=r"state\['b'\] is a tensor of layout torch.sparse_coo; .* to_dense"):
         state_to_bytes({"b": torch.zeros(3).to_sparse()})
+    for odd, message in {
+        torch.zeros(2, dtype=torch.complex128): "torch.complex128, .* convert it",
+        torch.zeros(2, dtype=torch.float8_e8m0fnu): "torch.float8_e8m0fnu, .* convert it",
+        torch.zeros(2, device="meta"): "a meta tensor",
+        torch.nested.nested_tensor([torch.zeros(2)]): "a nested tensor",
+    }.items():
+        with pytest.raises(InvalidArgument, match=rf"state\['d'\] is .*{message}"):
+            state_to_bytes({"d": odd})
+    with pytest.raises(InvalidArgument, match=r"state\['e'\] is ndarray"):
+        state_to_bytes({"e": np.zeros(2, np.longdouble)})
+    with pytest.raises(InvalidArgument, match=r"state\['f'\] is longdouble"):
+        state_to_bytes({"f": np.longdouble(1)})
     with pytest.raises(InvalidArgument, match="not a state"):
         state_from_bytes(b"torn")
     with pytest.raises(InvalidArgument, match="not a state"):
