@@ -222,7 +222,7 @@ class ParallelModel(nn.Module):
                 )
             own.append(own_sum_of(self.loss, reduction, output, labels))  # type: ignore[arg-type]
 
-        self._agreement.sizes(LOSS, labels, compute)
+        self._agreement.sizes(LOSS, labels.reshape(-1), compute)  # their other dimensions may differ between ranks
         own_sum, amount = own[0]
         return mean_of_ranks(own_sum, amount if reduction == "mean" else None, link)
 

@@ -377,6 +377,25 @@ def test_losses_of_whole_outputs_are_means_over_all_that_counts(rank: int, ranks
 
 
 @on_ranks(2)
+def test_ranks_may_have_labels_of_other_lengths(rank: int, ranks: int) -> None:
+    """Texts are padded to the longest of a rank's batch."""
+    torch.manual_seed(7)
+    texts = [torch.randn(2, 4, 3 + 2 * other, dtype=torch.float64) for other in range(ranks)]
+    labels = [torch.randint(0, CLASSES, (2, 3 + 2 * other)) for other in range(ranks)]
+    plain = made(nn.Conv1d, 4, CLASSES, 1)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
+    sums = [
+        nn.functional.cross_entropy(plain(text), label, reduction="sum")
+        for text, label in zip(texts, labels, strict=True)
+    ]
+    expected, given = sum(sums) / sum(label.numel() for label in labels), parallel(texts[rank], labels[rank])
+    torch.testing.assert_close(given, expected)
+    expected.backward()
+    given.backward()
+    torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
+
+
+@on_ranks(2)
 def test_several_inputs_and_labels_are_arguments_of_a_model_with_its_own_loss(rank: int, ranks: int) -> None:
     """Of a model that computes its loss: several inputs as a tuple or a dict, and labels behind them."""
     inputs, labels, sizes = samples(ranks)
