@@ -237,6 +237,22 @@ def test_parameters_that_no_loss_depends_on_are_named(rank: int, ranks: int) -> 
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
 
 
+@on_ranks(2)
+def test_a_frozen_parameter_that_is_trained_later_is_named(rank: int, ranks: int) -> None:
+    inputs, labels, sizes = samples(ranks)
+    model: Any = made(Classifier)
+    model.backbone.requires_grad_(False)
+    parallel = gt.parallelize(model, gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss())
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+    model.backbone.requires_grad_(True)
+    with pytest.raises(InvalidArgument, match=r"parameter 'backbone.0.weight' was frozen when gt.parallelize was"):
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    with torch.no_grad():
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    model.backbone.requires_grad_(False)
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
