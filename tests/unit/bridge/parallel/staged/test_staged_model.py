@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -206,6 +207,22 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(rank: int) -> None:
         scaled(inputs, labels)
     model.loss = nn.CrossEntropyLoss()
     model(inputs, labels).backward()
+
+
+@on_ranks(2)
+def test_labels_of_a_loss_of_ones_own_need_not_be_classes(rank: int) -> None:
+    def hinge(outputs: Tensor, labels: Tensor) -> Tensor:
+        return torch.relu(1 - outputs.squeeze(1) * labels).mean()
+
+    model = made(Classifier)
+    model.head = nn.Linear(DIM, 1).double()
+    plain = copy.deepcopy(model)
+    scopes = {"backbone": Replicate(), "head": Replicate(stage=1)}
+    net = parallelize(model, mesh([[0], [1]]), scopes, loss=hinge)
+    inputs, labels = torch.randn(5, 4, dtype=torch.float64), torch.tensor([1, -1, -1, 1, 1])
+    loss = net(inputs, labels) if rank == 0 else net(None, None)
+    if rank == 0:
+        torch.testing.assert_close(loss.detach(), hinge(plain(inputs), labels).detach())
 
 
 def failing(module: nn.Module, at_call: int) -> Any:
