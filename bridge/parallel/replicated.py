@@ -40,6 +40,7 @@ class Replicas:
         All ranks start with rank 0's values.
         """
         self.sharded = list(sharded)
+        self._link, self._modules = group.link, [*whole.values(), *self.sharded]
         self._not_gathered: set[int] = set()
         for module in self.sharded:
             module.register_forward_hook(lambda module, _, __: self._not_gathered.discard(id(module)))
@@ -113,6 +114,14 @@ class Replicas:
                 raise exc
         self._passes.forward_ends(output)
         return output
+
+    def share_buffers(self) -> None:
+        """Overwrite the buffers, such as the statistics of batch norm, by rank 0's. One broadcast of each; collective.
+
+        Raises RankLost.
+        """
+        for buffer in _distinct(self._modules, nn.Module.buffers):
+            self._link.broadcast_from_first(buffer)
 
     def gather_anew(self) -> None:
         """Mark all sharded parts as not gathered, as a forward pass or one of a micro-batch begins."""

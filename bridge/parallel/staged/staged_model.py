@@ -112,6 +112,7 @@ class StagedModel(ParallelModel):
         for link in self._links:
             link.open()
         self._has_exchanged_result = False
+        self._share_buffers()
         try:
             if self._at.previous is not None and (inputs is not None or labels is not None or options):
                 raise InvalidArgument(

@@ -237,6 +237,31 @@ def test_parameters_that_no_loss_depends_on_are_named(rank: int, ranks: int) -> 
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
 
 
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.append(nn.BatchNorm1d(DIM))
+
+
+@on_ranks(2)
+def test_ranks_evaluate_with_the_statistics_of_rank_0(rank: int, ranks: int) -> None:
+    inputs, labels, sizes = samples(ranks)
+    for scopes in (FUSION, SHARDED, DATA_PARALLEL):
+        model: Any = made(Normed)
+        parallel = gt.parallelize(model, gt.mesh(), scopes, loss=nn.CrossEntropyLoss())
+        for _ in range(2):
+            parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+            parallel.zero_grad()
+        found = [value.clone() for value in model.backbone[-1].buffers()]
+        for value in found:
+            parallel.mesh.whole.link.broadcast_from_first(value)
+        parallel.eval()
+        with torch.no_grad():
+            parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+        for value, expected in zip(model.backbone[-1].buffers(), found, strict=True):
+            torch.testing.assert_close(value, expected)
+
+
 @on_ranks(2)
 def test_a_frozen_parameter_that_is_trained_later_is_named(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)

@@ -225,6 +225,30 @@ def test_labels_of_a_loss_of_ones_own_need_not_be_classes(rank: int) -> None:
         torch.testing.assert_close(loss.detach(), hinge(plain(inputs), labels).detach())
 
 
+class Normed(Deep):
+    """A layer in each stage has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.BatchNorm2d(3))
+        self.head = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, CLASSES))  # type: ignore[assignment]
+
+
+@on_ranks(4)
+def test_ranks_of_a_stage_evaluate_with_the_statistics_of_its_first() -> None:
+    scopes = {"body": Replicate(), "neck": Replicate(), "mid": Replicate(stage=1), "head": Replicate(stage=1)}
+    model = parallelize(made(Normed), mesh([[0, 1], [2, 3]]), scopes, loss=criterion())
+    model(*own_samples(model, [5, 6], 0)).backward()
+    found = [value.clone() for value in model.module.buffers()]
+    for value in found:
+        model.mesh.stage.link.broadcast_from_first(value)
+    model.eval()
+    model(own_samples(model, [5, 6], 1)[0])
+    assert found
+    for value, expected in zip(model.module.buffers(), found, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def failing(module: nn.Module, at_call: int) -> Any:
     """Let ``module`` fail in a forward pass from now on; a handle to remove that."""
     calls = iter(range(at_call + 1))
