@@ -424,7 +424,7 @@ class Communicator:
             return
         wire = tensor.detach().to(self._wire(tensor.device)).contiguous()
         with self._counted("broadcast", wire.nbytes):
-            dist.broadcast(wire, self._global_rank(0), group=self._carrier(wire))
+            dist.broadcast(wire.view(-1).view(torch.uint8), self._global_rank(0), group=self._carrier(wire))
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
 
@@ -438,13 +438,13 @@ class Communicator:
                 if rank and len(part):
                     wire = part.to(self._wire(part.device)).contiguous()
                     with self._counted("send", wire.nbytes):
-                        dist.send(wire, self._global_rank(rank), group=self._carrier(wire))
+                        dist.send(wire.view(-1).view(torch.uint8), self._global_rank(rank), group=self._carrier(wire))
             return parts[0].clone()
         own = parts[self.rank]
         arriving = torch.empty_like(own, device=self._wire(own.device), memory_format=torch.contiguous_format)
         if len(own):
             with lost_ranks_named("send", self._group):
-                dist.recv(arriving, self._global_rank(0), group=self._carrier(arriving))
+                dist.recv(arriving.view(-1).view(torch.uint8), self._global_rank(0), group=self._carrier(arriving))
         return arriving.to(own.device)
 
     @property

@@ -88,4 +88,4 @@ def draws(key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int, dim: i
     key = key.unsqueeze(1) if isinstance(key, Tensor) else key
     words = philox_words(key, (low_N, high_N, (numbers_N & WORD).unsqueeze(1), blocks.unsqueeze(0)), _ROUNDS)
     halves = torch.stack([words & 0xFFFF, words >> 16], 3)
-    return halves.reshape(len(ids_N), -1)[:, :dim].to(torch.int32)
+    return halves.flatten(1)[:, :dim].to(torch.int32)

@@ -34,7 +34,7 @@ def narrowed(values_ND: Tensor, dtype: torch.dtype, drawn_ND: Tensor | int = 0x8
     values = torch.nn.functional.pad(values_ND.float(), (0, blocks * width - dim)).view(num, blocks, width)
     ratio = (values.abs().amax(2) / LARGEST[dtype]).view(torch.int32)
     scales = ((ratio + 0x7FFFFF) & 0x7F800000).clamp(_SMALLEST_SCALE, 0x7E800000).view(torch.float32)
-    scaled = (values / scales.unsqueeze(2)).view(num, blocks * width)[:, :dim]
+    scaled = (values / scales.unsqueeze(2)).flatten(1)[:, :dim]
     if dtype == torch.int8:
         away = ((scaled.abs() * 2.0**16).to(torch.int32) + drawn_ND) >> 16
         codes = torch.where(scaled < 0, -away.clamp_(max=127), away.clamp_(max=127)).to(torch.int8)

@@ -52,6 +52,6 @@ def whole_norms(*parts: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _sharded_dims(layout: Tensor) -> tuple[int, ...]:
-    """Dimensions of the mesh over which ranks hold different parts."""
+    """Dimensions of the mesh over which ranks hold different parts; not every such placement ``is_shard()``."""
     placements = getattr(layout, "placements", ())
-    return tuple(dim for dim, placement in enumerate(placements) if placement.is_shard())
+    return tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())

@@ -78,6 +78,8 @@ class ParallelModel(nn.Module):
         self.micro_batches = micro_batches
         linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._parted = linear[0] if micro_batches > 1 else None
+        self._has_own_buffers = False
+        """Whether a training step may have given this rank other buffers than the others."""
         self._left_others: str | None = None
         """Error of this rank that the others do not know of."""
         self.train(module.training)
@@ -120,6 +122,9 @@ class ParallelModel(nn.Module):
         have different numbers of samples, or none. Every rank goes backward from it, with the same factor. A custom
         ``loss`` with ``reduction`` "mean", or without such an attribute, counts as a mean over samples: if some labels
         do not count, pass ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
+
+        The first call in ``eval()`` after training gives every rank the buffers of rank 0, such as the statistics of
+        batch norm, unless it has no labels and nothing is split: then one rank may call alone, with its own.
 
         Without labels it is the model's output; of split logits, in ``eval()``, all classes of the own samples [S, C],
         in training :class:`SplitLogits`, which ``F.cross_entropy`` accepts. A tuple or dict as ``inputs`` is several
@@ -171,6 +176,7 @@ class ParallelModel(nn.Module):
         # A whole model that only checks its samples may do so on one rank.
         meets = self._agreement.has_layers or labels is not None or (self.training and torch.is_grad_enabled())
         if meets:
+            self._share_buffers()
             self._agreement.start_forward(has_labels=labels is not None, trains=self.training)
         if self._parted is not None and labels is not None and self.training and torch.is_grad_enabled():
             return self.loss_of_split(self._logits_of_parts(self._parted, inputs, options), labels)
@@ -184,6 +190,12 @@ class ParallelModel(nn.Module):
         if _has_split_logits(output) or self.mesh.world_size == 1:
             return self.loss_of_split(output, labels)
         return self._loss_of_ranks(output, labels)
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the same buffers before an evaluation, as DDP does before a training step."""
+        if self._has_own_buffers and not self.training:
+            self.replicas.share_buffers()
+        self._has_own_buffers = self.training
 
     def loss_of_split(self, output: Any, labels: Tensor) -> Tensor:
         """Return the loss of split logits; unless it is torch's, which ends with a collective, the ranks meet after
@@ -222,7 +234,7 @@ class ParallelModel(nn.Module):
                 )
             own.append(own_sum_of(self.loss, reduction, output, labels))  # type: ignore[arg-type]
 
-        self._agreement.sizes(LOSS, labels, compute)
+        self._agreement.sizes(LOSS, labels.reshape(-1), compute)  # their other dimensions may differ between ranks
         own_sum, amount = own[0]
         return mean_of_ranks(own_sum, amount if reduction == "mean" else None, link)
 

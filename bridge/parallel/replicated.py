@@ -40,6 +40,7 @@ class Replicas:
         All ranks start with rank 0's values.
         """
         self.sharded = list(sharded)
+        self._link, self._modules = group.link, [*whole.values(), *self.sharded]
         self._not_gathered: set[int] = set()
         for module in self.sharded:
             module.register_forward_hook(lambda module, _, __: self._not_gathered.discard(id(module)))
@@ -49,6 +50,8 @@ class Replicas:
         """Hook to register, unless the user registers another one before the first step."""
         self._names: list[str] = []
         """Names of the parameters of ``ddp``, in its numbering."""
+        self._frozen: dict[str, nn.Parameter] = {}
+        """Whole parameters that DDP does not average, for they had no gradient when it was made."""
         if group.link.world_size == 1:
             return
         parameters = [
@@ -58,7 +61,9 @@ class Replicas:
         ]
         buffers = _distinct(whole.values(), nn.Module.buffers)
         names = {id(parameter): f"{name}.{key}" for name, part in _named(whole) for key, parameter in _own(part)}
-        self._names = [names[id(parameter)].removeprefix(".") for parameter in parameters if parameter.requires_grad]
+        names = {key: name.removeprefix(".") for key, name in names.items()}
+        self._names = [names[id(parameter)] for parameter in parameters if parameter.requires_grad]
+        self._frozen = {names[id(parameter)]: parameter for parameter in parameters if not parameter.requires_grad}
         if any(parameter.requires_grad for parameter in parameters):
             holder = _Holder(parameters, buffers)
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
@@ -71,7 +76,17 @@ class Replicas:
                 group.link.broadcast_from_first(tensor)
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Run ``forward()`` so that the backward pass averages the gradients. Raises RankLost."""
+        """Run ``forward()`` so that the backward pass averages the gradients.
+
+        Raises RankLost, and InvalidArgument for a parameter that nothing would average.
+        """
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._frozen.values()):
+            name = next(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+            raise InvalidArgument(
+                f"parameter {name!r} was frozen when gt.parallelize was called, so its gradient would not be averaged "
+                "over the ranks. Freeze it again; to train it later, keep requires_grad and give it to the optimizer "
+                "later (add_param_group)"
+            )
         self.gather_anew()
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
@@ -99,6 +114,14 @@ class Replicas:
                 raise exc
         self._passes.forward_ends(output)
         return output
+
+    def share_buffers(self) -> None:
+        """Overwrite the buffers, such as the statistics of batch norm, by rank 0's. One broadcast of each; collective.
+
+        Raises RankLost.
+        """
+        for buffer in _distinct(self._modules, nn.Module.buffers):
+            self._link.broadcast_from_first(buffer)
 
     def gather_anew(self) -> None:
         """Mark all sharded parts as not gathered, as a forward pass or one of a micro-batch begins."""

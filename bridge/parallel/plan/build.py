@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.dry import HeadSkeleton, dry_model, skeleton_of, without_values
@@ -56,9 +57,12 @@ class PlanRequest:
     sparsity: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the hardware and the numbers."""
+        if not isinstance(self.hardware, Hardware):
+            raise InvalidArgument(
+                f"hardware is {quoted(self.hardware)}; it must be a Hardware, such as gt.Hardware.named('h200')"
+            )
         integer("ranks", self.ranks, 1)
-        integer("batch", self.batch, 1)
         integer("micro_batches", self.micro_batches, 1)
         if self.sparsity is not None and not 0 <= real_number("sparsity", self.sparsity) < 1:
             raise InvalidArgument(f"sparsity is {self.sparsity!r}; it must be in [0, 1), or None: gradients are dense")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.communicator import Communicator, Pending, Traffic
@@ -192,8 +193,11 @@ class _HeadPass(torch.autograd.Function):
 def skeleton_of(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` on the meta device; its parameters and buffers are neither copied nor allocated.
 
-    Class heads, whose rows are no parameters, become :class:`HeadSkeleton`.
+    Class heads, whose rows are no parameters, become :class:`HeadSkeleton`. Raises InvalidArgument for what is no
+    module.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
     known: dict[int, Any] = {}
     for module in model.modules():
         if (backend := backend_of(module)) is not None:
@@ -217,14 +221,14 @@ def without_values(example: Any, batch: int | None) -> tuple[Any, int]:
     """Return the tensors of ``example`` on the meta device, with ``batch`` samples (None: unchanged), and their number.
 
     The first dimension of its first tensor counts samples; tensors of that length get ``batch`` entries. Raises
-    InvalidArgument for an example without a tensor.
+    InvalidArgument for an example without a tensor, and a ``batch`` below 1.
     """
     first = next((len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.ndim), 0)
     if not first:
         raise InvalidArgument(
             f"example is {quoted(example)}; it must be a rank's batch as the model takes it, such as (images, labels)"
         )
-    samples = first if batch is None else batch
+    samples = first if batch is None else integer("batch", batch, 1)
 
     def resized(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -250,17 +250,18 @@ def _check_loss(reduction: str, smoothing: float, weight: Tensor | None, num_cla
         )
 
 
-def check_labels(labels: Any, num_samples: int | None, num_classes: int, ignore_index: int) -> None:
+def check_labels(labels: Any, num_samples: int | None, num_classes: int | None, ignore_index: int) -> None:
     """Raise InvalidIds or InvalidArgument unless ``labels`` are [S] int64 in [0, C), or ``ignore_index``.
 
-    Those on a device are not checked, which would stall it: a label out of range makes the loss NaN.
+    ``num_classes`` None: of any value. Those on a device are not checked, which would stall it: a label out of range
+    makes the loss NaN.
     """
     if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.dtype != torch.int64:
         given = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else quoted(labels)
         raise InvalidArgument(f"labels are {given}; they must be a tensor [S] of int64, a class for each sample")
     if num_samples is not None and len(labels) != num_samples:
         raise InvalidArgument(f"there are {len(labels)} labels and logits of {num_samples} samples; give one for each")
-    if labels.device.type == "cpu":
+    if num_classes is not None and labels.device.type == "cpu":
         wrong = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
         if len(wrong):
             raise InvalidIds(

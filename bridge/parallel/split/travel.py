@@ -84,7 +84,7 @@ class _WholeRows(torch.autograd.Function):
         own, here = sizes[link.rank], widths[link.rank]
         leaving = torch.cat([part.reshape(-1) for part in torch.split(gradient_SC, list(widths), 1)])
         arrived = link.all_to_all(leaving, [own * width for width in widths], [size * here for size in sizes])
-        return arrived.view(-1, here) / link.world_size, None, None, None
+        return arrived.view(sum(sizes), here) / link.world_size, None, None, None
 
 
 def whole_rows(local_BL: Tensor, link: Communicator, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:

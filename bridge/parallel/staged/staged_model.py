@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -38,11 +37,11 @@ class Neighbours:
     later: Mapping[str, nn.Module]
     """Original layers of all stages but the first, in the order of their calls."""
 
-    @property
-    def num_classes(self) -> int:
-        """Number of outputs of the last layer; ``sys.maxsize`` if it is no nn.Linear."""
+    def num_classes(self, loss: LossFunction | None) -> int | None:
+        """Number of classes that labels of ``loss`` name; None if it is unknown."""
         last = list(self.later.values())[-1]
-        return last.out_features if isinstance(last, nn.Linear) else sys.maxsize
+        names_classes = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
+        return last.out_features if names_classes and isinstance(last, nn.Linear) else None
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,9 @@ class StageInput:
 class StagedModel(ParallelModel):
     """A model in stages on one of its ranks; :func:`geartrain.parallelize` makes it on a mesh with stages.
 
-    ``parameters()`` and ``state_dict()`` are those of this rank's stage, under the names of the whole model. Otherwise,
-    values and gradients included, it behaves like a model without stages.
+    ``parameters()`` and ``state_dict()`` are those of this rank's stage, under the names of the whole model: the norm
+    of their gradients is not that of the whole model. Otherwise, values and gradients included, it behaves like a model
+    without stages.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class StagedModel(ParallelModel):
         for link in self._links:
             link.open()
         self._has_exchanged_result = False
+        self._share_buffers()
         try:
             if self._at.previous is not None and (inputs is not None or labels is not None or options):
                 raise InvalidArgument(
@@ -238,7 +239,7 @@ class StagedModel(ParallelModel):
             )
         if samples.labels is not None:
             ignored = getattr(self.loss, "ignore_index", -100)
-            check_labels(samples.labels, len(output.rows_SD), self._at.num_classes, ignored)
+            check_labels(samples.labels, len(output.rows_SD), self._at.num_classes(self.loss), ignored)
         return output.rows_SD
 
     def _exchange_result_kind(self, failed: int, kind: list[int]) -> list[int]:

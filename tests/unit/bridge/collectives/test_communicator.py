@@ -55,6 +55,19 @@ def test_what_one_rank_sends_to_another_arrives_in_order_and_is_counted(rank: in
 
 
 @on_ranks(2)
+def test_values_of_any_dtype_come_from_the_first_rank(rank: int) -> None:
+    """gloo knows some dtypes only, and not those of 16-bit integers and of float8."""
+    link = Communicator()
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.float64):
+        first = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]).to(dtype)
+        shared = first.clone() if rank == 0 else torch.zeros(3, 2).to(dtype)
+        own = link.deal(shared, [1, 2])
+        assert torch.equal(own.float(), (first[:1] if rank == 0 else first[1:]).float())
+        link.broadcast_from_first(shared)
+        assert torch.equal(shared.float(), first.float())
+
+
+@on_ranks(2)
 def test_a_rank_whose_batches_end_before_the_others_is_lost_to_them_and_they_say_the_remedy(
     rank: int, ranks: int
 ) -> None:

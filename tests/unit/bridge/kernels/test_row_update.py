@@ -124,6 +124,17 @@ def test_rows_slots_and_counts_are_those_of_a_shard(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_may_be_updated(dtype: DTypeName, way: str) -> None:
+    _, stored = _stored(Momentum(0.1, 0.9), dtype, 21)
+    before = [part.clone() for part in _parts(stored)]
+    none = torch.empty(0, dtype=torch.int64)
+    with WAYS[way]():
+        update(stored, none, torch.empty(0, 21), Momentum(0.1, 0.9), lr=0.1, scale=torch.tensor(1.0))
+    assert all(map(torch.equal, _parts(stored), before))
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("optimizer", [SGD(1.0), SparseMomentum(1.0, 0.9), Adam(0.1)], ids=repr)
 def test_a_row_that_would_overflow_stays_and_so_do_those_beyond_the_valid_ones(

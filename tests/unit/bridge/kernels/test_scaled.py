@@ -24,6 +24,12 @@ def test_what_was_read_is_written_as_it_was(dtype: torch.dtype, dim: int, size: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_have_no_codes(dtype: torch.dtype) -> None:
+    codes, scales = narrowed(torch.empty(0, 300), dtype)
+    assert widened(codes, scales, torch.float32).shape == (0, 300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_by_chance_keeps_the_mean(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     values = torch.randn(1, 64, generator=random).expand(20_000, 64)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import geartrain as gt
@@ -217,3 +218,23 @@ def test_norms_are_those_of_whole_weights_where_ranks_hold_parts(ranks: int) -> 
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             expected = twin(value, own, adapted=value.ndim > 1)
             np.testing.assert_allclose(whole.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(4)
+def test_norms_are_those_of_whole_weights_under_fsdp2_over_tensor_parallelism() -> None:
+    """Rows that are divided twice have a placement of torch's own that is no ``Shard``."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    values, grads = draws([(4, 3)])
+    own = 2 * mesh.get_local_rank("tensor") + mesh.get_local_rank("data")
+    for optimizer, numbers, twin in KINDS.values():
+        model = nn.Linear(3, 4, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(torch.from_numpy(values[0].copy()), mesh["tensor"], [Shard(0)]))
+        fully_shard(model, mesh=mesh["data"])
+        one = optimizer(model.parameters(), **numbers)
+        weight: Any = model.weight
+        for grad in grads[0]:
+            local = torch.from_numpy(grad[own : own + 1].copy())
+            weight.grad = DTensor.from_local(local, weight.device_mesh, weight.placements)
+            one.step()
+        expected = twin(values[0], grads[0], adapted=True)[own : own + 1]
+        np.testing.assert_allclose(weight.to_local().detach().numpy(), expected, rtol=1e-12, atol=1e-14)

@@ -237,6 +237,47 @@ def test_parameters_that_no_loss_depends_on_are_named(rank: int, ranks: int) -> 
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
 
 
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.append(nn.BatchNorm1d(DIM))
+
+
+@on_ranks(2)
+def test_ranks_evaluate_with_the_statistics_of_rank_0(rank: int, ranks: int) -> None:
+    inputs, labels, sizes = samples(ranks)
+    for scopes in (FUSION, SHARDED, DATA_PARALLEL):
+        model: Any = made(Normed)
+        parallel = gt.parallelize(model, gt.mesh(), scopes, loss=nn.CrossEntropyLoss())
+        for _ in range(2):
+            parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+            parallel.zero_grad()
+        found = [value.clone() for value in model.backbone[-1].buffers()]
+        for value in found:
+            parallel.mesh.whole.link.broadcast_from_first(value)
+        parallel.eval()
+        with torch.no_grad():
+            parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+        for value, expected in zip(model.backbone[-1].buffers(), found, strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_that_is_trained_later_is_named(rank: int, ranks: int) -> None:
+    inputs, labels, sizes = samples(ranks)
+    model: Any = made(Classifier)
+    model.backbone.requires_grad_(False)
+    parallel = gt.parallelize(model, gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss())
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+    model.backbone.requires_grad_(True)
+    with pytest.raises(InvalidArgument, match=r"parameter 'backbone.0.weight' was frozen when gt.parallelize was"):
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    with torch.no_grad():
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    model.backbone.requires_grad_(False)
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -374,6 +415,25 @@ def test_losses_of_whole_outputs_are_means_over_all_that_counts(rank: int, ranks
         expected.backward()
         given.backward()
         torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
+
+
+@on_ranks(2)
+def test_ranks_may_have_labels_of_other_lengths(rank: int, ranks: int) -> None:
+    """Texts are padded to the longest of a rank's batch."""
+    torch.manual_seed(7)
+    texts = [torch.randn(2, 4, 3 + 2 * other, dtype=torch.float64) for other in range(ranks)]
+    labels = [torch.randint(0, CLASSES, (2, 3 + 2 * other)) for other in range(ranks)]
+    plain = made(nn.Conv1d, 4, CLASSES, 1)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
+    sums = [
+        nn.functional.cross_entropy(plain(text), label, reduction="sum")
+        for text, label in zip(texts, labels, strict=True)
+    ]
+    expected, given = sum(sums) / sum(label.numel() for label in labels), parallel(texts[rank], labels[rank])
+    torch.testing.assert_close(given, expected)
+    expected.backward()
+    given.backward()
+    torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
 
 
 @on_ranks(2)

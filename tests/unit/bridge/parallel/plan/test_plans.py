@@ -150,6 +150,12 @@ def test_arguments_that_cannot_be_are_refused_by_name() -> None:
         auto_plan(model, 8, example(), loss=LOSS, hardware=CLUSTER, optimizer=torch.optim.LBFGS)
     with pytest.raises(InvalidArgument, match=r"its loss cannot run .*batch_size \(16\)"):
         auto_plan(model, 8, (example()[0], example(5)[1]), loss=LOSS, hardware=CLUSTER)
+    with pytest.raises(InvalidArgument, match="batch is -1"):
+        auto_plan(model, 8, example(), loss=LOSS, hardware=CLUSTER, batch=-1)
+    with pytest.raises(InvalidArgument, match="hardware is 'h200'; it must be a Hardware"):
+        auto_plan(model, 8, example(), loss=LOSS, hardware="h200")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="model is 'net'; it must be a torch"):
+        auto_plan("net", 8, example(), loss=LOSS, hardware=CLUSTER)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"sparsity is 1\.0"):
         planned({"": Replicate()}, sparsity=1.0)
     with pytest.raises(InvalidArgument, match="'backbone' is a Sequential, which cannot be split"):

@@ -76,6 +76,19 @@ def test_elementwise_work_and_whole_rows_are_those_of_ordinary_logits(rank: int,
     assert_equal_gradients(model, plain)
 
 
+@on_ranks(3)
+def test_all_classes_are_given_and_go_backward_where_a_rank_has_no_class(rank: int, ranks: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4)).double()  # classes of each rank: 2, 2 and 0
+    plain, (inputs, _) = copy.deepcopy(model), batch()
+    net = parallel(model)
+    whole_rows = net(inputs[rank::ranks]).whole()
+    torch.testing.assert_close(whole_rows, plain(inputs[rank::ranks]))
+    (whole_rows.square().sum() * ranks).backward()
+    plain(inputs).square().sum().backward()
+    assert_equal_gradients(model, plain)
+
+
 @on_ranks(2)
 def test_half_precision_and_autocast_keep_sums_in_32_bits(rank: int, ranks: int) -> None:
     inputs, labels = batch(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -206,6 +207,46 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(rank: int) -> None:
         scaled(inputs, labels)
     model.loss = nn.CrossEntropyLoss()
     model(inputs, labels).backward()
+
+
+@on_ranks(2)
+def test_labels_of_a_loss_of_ones_own_need_not_be_classes(rank: int) -> None:
+    def hinge(outputs: Tensor, labels: Tensor) -> Tensor:
+        return torch.relu(1 - outputs.squeeze(1) * labels).mean()
+
+    model = made(Classifier)
+    model.head = nn.Linear(DIM, 1).double()
+    plain = copy.deepcopy(model)
+    scopes = {"backbone": Replicate(), "head": Replicate(stage=1)}
+    net = parallelize(model, mesh([[0], [1]]), scopes, loss=hinge)
+    inputs, labels = torch.randn(5, 4, dtype=torch.float64), torch.tensor([1, -1, -1, 1, 1])
+    loss = net(inputs, labels) if rank == 0 else net(None, None)
+    if rank == 0:
+        torch.testing.assert_close(loss.detach(), hinge(plain(inputs), labels).detach())
+
+
+class Normed(Deep):
+    """A layer in each stage has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.BatchNorm2d(3))
+        self.head = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, CLASSES))  # type: ignore[assignment]
+
+
+@on_ranks(4)
+def test_ranks_of_a_stage_evaluate_with_the_statistics_of_its_first() -> None:
+    scopes = {"body": Replicate(), "neck": Replicate(), "mid": Replicate(stage=1), "head": Replicate(stage=1)}
+    model = parallelize(made(Normed), mesh([[0, 1], [2, 3]]), scopes, loss=criterion())
+    model(*own_samples(model, [5, 6], 0)).backward()
+    found = [value.clone() for value in model.module.buffers()]
+    for value in found:
+        model.mesh.stage.link.broadcast_from_first(value)
+    model.eval()
+    model(own_samples(model, [5, 6], 1)[0])
+    assert found
+    for value, expected in zip(model.module.buffers(), found, strict=True):
+        torch.testing.assert_close(value, expected)
 
 
 def failing(module: nn.Module, at_call: int) -> Any:
