@@ -130,7 +130,11 @@ class TrainingRun:
             if not finished:
                 say(self._stopped_line())
             ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
-            if self._is_first and (finished or not trainer.has_others):
+            if self._is_first and not finished and trainer.has_others:
+                say(
+                    "The rows stay in the cluster until the run is resumed and ends: other workers have trained on them"
+                )
+            elif self._is_first:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except lost as exc:

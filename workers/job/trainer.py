@@ -290,7 +290,7 @@ class Trainer:
 
     @property
     def has_others(self) -> bool:
-        """Whether other workers train, or did as this one was last :meth:`alone`."""
+        """Whether other workers have trained on the rows, and may do so again."""
         return False
 
     def keep_lease(self) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, ClassVar
@@ -170,6 +171,29 @@ def test_workers_that_joined_train_on_after_the_first_one_was_stopped(
     assert theirs.total() == COUNT * 4 // 5 and set(theirs.values()) == {1}
     result = run_job(ClickTrainer, replace(options, resume=True), Console(quiet=True))
     assert result.finished and result.report is not None
+
+
+def test_a_first_worker_that_stops_leaves_the_rows_to_others_though_they_hold_no_lease(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, jobs = SharedBatches.trained, list[str]()
+
+    def beside_another(read: SharedBatches, step: int) -> Any:
+        if not jobs:
+            jobs.append(read._job)
+            with gt.connect(scheduler) as cluster:
+                streams = cluster.streams(read._job, worker="another", num_streams=NUM_STREAMS)
+                streams.lease()
+                streams.release()
+        return make(read, step)
+
+    monkeypatch.setattr(SharedBatches, "trained", beside_another)
+    monkeypatch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: bool(jobs))))
+    told = Console(record=True, file=StringIO())
+    assert not run_job(ClickTrainer, options_of(data, scheduler), told).finished
+    assert "other workers have trained on them" in told.export_text()
+    with gt.connect(scheduler) as cluster:
+        assert f"{jobs[0]}/user" in cluster.table_incarnations()
 
 
 def of_torchrun(data: Path, scheduler: str, restarted: bool) -> list[int]:
