@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TableNotFound, TrainingDiverged
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    NonFinite,
+    SchedulerUnavailable,
+    SnapshotError,
+    SnapshotFailed,
+    TableNotFound,
+    TrainingDiverged,
+)
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted, lasting
 from geartrain.workers.atomic import write_json
@@ -138,6 +147,7 @@ class TrainingRun:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except lost as exc:
+            self._leave_after(exc)
             if stop() and self._snapshots.last is not None:
                 self._state = "stopped"
                 say(self._stopped_line())
@@ -148,15 +158,24 @@ class TrainingRun:
                 raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
             self._state = "failed"
             raise
-        except ResumeFromSnapshot:
+        except ResumeFromSnapshot as exc:
+            self._leave_after(exc)
             raise
         except BaseException as exc:
+            self._leave_after(exc)
             self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
             raise
         finally:
             trainer.events.close()
             said = stop.saved()
             stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
+
+    def _leave_after(self, exc: BaseException) -> None:
+        """Release unread samples to the other workers, which would wait until the lease ends. A scheduler that was
+        waited for already, or a person who wants to stop at once, is not made to wait."""
+        if isinstance(exc, Exception) and not isinstance(exc, SchedulerUnavailable):
+            with suppress(GeartrainError):
+                self._trainer.leave()
 
     def _trained_to_the_end(
         self, stop: Interruption, lost: tuple[type[Exception], ...]

@@ -196,6 +196,23 @@ def test_a_first_worker_that_stops_leaves_the_rows_to_others_though_they_hold_no
         assert f"{jobs[0]}/user" in cluster.table_incarnations()
 
 
+def test_a_first_worker_that_fails_releases_its_samples(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[str] = []
+
+    def failing(read: SharedBatches, _: int) -> Any:
+        jobs.append(read._job)
+        raise RuntimeError("own code fails")
+
+    monkeypatch.setattr(SharedBatches, "trained", failing)
+    with pytest.raises(RuntimeError, match="own code fails"):
+        run_job(ClickTrainer, options_of(data, scheduler), Console(quiet=True))
+    with gt.connect(scheduler) as cluster:
+        streams = cluster.streams(jobs[0], worker="another", num_streams=NUM_STREAMS)
+        assert set(streams.holders().holders) == {None}
+
+
 def of_torchrun(data: Path, scheduler: str, restarted: bool) -> list[int]:
     """The samples of a rank; the first one waits, a second a batch, until the other one has some. If they are to be
     ``restarted``, the other one dies then.
