@@ -257,6 +257,9 @@ def train(
                 again = " ".join(map(quote, ["geartrain", *sys.argv[1:]]))
                 where = resume or out or Path("runs") / job
                 stop.saved = partial(resume_hint, where, snapshots, go_on=again)
+            if os.environ.get("RANK", "0") == "0":
+                line = f"geartrain worker {job}: loads PyTorch, then network and data"
+                print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
             failpoints.reach("job.torch.before")
             from rich.console import Console
 
