@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -131,6 +132,7 @@ def _command(name: str) -> Any:
 
 def main() -> None:
     """Run the command line, then exit the process."""
+    _complete_streams()
     # gRPC reads this when it is loaded. Its core's logs reach the person once, as a Geartrain error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
@@ -154,6 +156,16 @@ def main() -> None:
         else:
             raise
         sys.exit(FAILED)
+
+
+def _complete_streams() -> None:
+    """Replace streams that the caller has closed, so that nothing else gets their numbers. Where the encoding of stdout
+    lacks a character, "?" is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _print_error(what: str) -> None:
