@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from rich.text import Text
+
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import (
@@ -357,7 +359,9 @@ class TrainingRun:
         since = f" ({lasting(whole - sum(state.phases.values()))} since step {state.progress.step})" if state else ""
         epochs = trainer.epochs(trainer.progress.step)
         self._attempt.print_line(
-            f"[green]Trained in {lasting(whole)}[/]{since}, {epochs}. {trainer.conclude()} are in {out}"
+            Text.assemble(
+                (f"Trained in {lasting(whole)}", "green"), f"{since}, {epochs}. {trainer.conclude()} are in {out}"
+            )
         )
         return report
 

@@ -18,6 +18,7 @@ import numpy as np
 import PIL
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
@@ -86,7 +87,7 @@ class Attempt:
     ranks: JobRanks
     console: Console
 
-    def print_line(self, line: str) -> None:
+    def print_line(self, line: str | Text) -> None:
         """Print a line for the user."""
         self.console.print(line, highlight=False, soft_wrap=True)
 

@@ -261,8 +261,7 @@ def train(
                 line = f"geartrain worker {job}: loads PyTorch, then network and data"
                 print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
             failpoints.reach("job.torch.before")
-            from rich.console import Console
-
+            from geartrain.cli.shared.consoles import plain_console
             from geartrain.workers import jobs  # loads torch
             from geartrain.workers.job.keys import flat, read_recipe, with_settings
             from geartrain.workers.job.options import JobOptions
@@ -294,7 +293,7 @@ def train(
                 metrics=metrics,
                 loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
             )
-            result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON
+            result = jobs.train(options, plain_console(stderr=as_json))  # stdout is for JSON
         except Stopped:
             print(stop.why, file=sys.stderr)
             ended.append(stop.exit_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -28,13 +29,14 @@ def test_every_option_shows_its_default(command: str) -> None:
 def test_the_command_line_is_what_the_job_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[JobOptions] = []
 
-    def take(options: JobOptions, _: object) -> object:
+    def take(options: JobOptions, console: Console) -> object:
         given.append(options)
+        console.print(f"{options.out}[/b] :100:")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jobs, "train", take)
     settings = ["--set", "select=knn", "--set", "sample_rate=0.2", "--set", "neighbours=7", "--rows", "hosted"]
-    CliRunner().invoke(app, ["classify", "--data", "pictures", *settings])
+    assert "runs/classify[/b] :100:\n" in CliRunner().invoke(app, ["classify", "--data", "pictures", *settings]).output
     CliRunner().invoke(app, ["glyphs", "--resume", "run", "--steps", "7"])
     classify, glyphs = given
     assert (classify.data, classify.sweep, str(classify.out)) == ("pictures", True, "runs/classify")
