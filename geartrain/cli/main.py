@@ -1,9 +1,9 @@
 """The command line: the list of commands, error messages and exit codes.
 
 Only the module of the typed command is imported, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed at run time, 2 wrong usage (arguments, input or configuration that cannot be right). Those
-of a training: 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130 stopped with
-nothing saved.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage (arguments, input or configuration that cannot be right), 130
+Ctrl-C. Those of a training: 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130
+stopped with nothing saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from geartrain.cli.shared.help import ReadableCommand, ReadableGroup, readable
 from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
-FAILED, TRY_LATER = 1, 4
+FAILED, TRY_LATER, INTERRUPTED = 1, 4, 130
 _REFUSED = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 # command -> place of its function or group, in the order of the help; those of roles come from the registry of roles
@@ -140,6 +140,8 @@ def main() -> None:
         if sys.argv[1:2] == ["plan"]:
             gc.disable()  # nothing imported is garbage, and the process is short: saves a tenth of its time
         build_app(sys.argv[1:])()
+    except KeyboardInterrupt:  # while the command was imported; typer handles it later on
+        sys.exit(INTERRUPTED)
     except GeartrainError as error:
         _print_error(printable(str(error)))  # the text may quote another process
         passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)

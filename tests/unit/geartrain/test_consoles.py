@@ -9,8 +9,10 @@ import sys
 import pytest
 from rich.text import Text
 
+from geartrain.cli import main
 from geartrain.cli.shared import consoles
 from geartrain.cli.shared.consoles import plain_console, progress_bar, table_of
+from tests.support.command_line import typed
 
 NAMES = ["ctr/user[red]", "a[/b]", "10.0.0.1:100:"]
 GEARTRAIN = [sys.executable, "-c", "from geartrain.cli.main import main; main()"]
@@ -44,3 +46,12 @@ def test_a_character_that_the_encoding_of_stdout_lacks_is_replaced(monkeypatch: 
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     told = subprocess.run([*GEARTRAIN, "snapshot", "create", "-h"], check=False, capture_output=True, text=True)
     assert told.returncode == 0 and "or -2 ? behind it" in told.stdout, told.stderr
+
+
+def test_ctrl_c_while_a_command_is_imported_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "build_app", interrupted)
+    done = typed("status")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
