@@ -298,7 +298,7 @@ def train(
             print(stop.why, file=sys.stderr)
             ended.append(stop.exit_code)
             raise typer.Exit(stop.exit_code) from None
-    if as_json and result.report is not None:
+    if as_json and (result.report is not None or joins is not None):  # the first worker makes the report
         print(json.dumps(result.report))
     if not result.finished:
         traces.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -157,6 +158,8 @@ def test_workers_that_joined_end_with_a_first_one_that_ends_early(
     assert result.finished and joined.first and 0 < joined.counts().total() < 100 * COUNT * 4 // 5
     late = typed("worker", "ctr", "--join", str(data.parent / "run"), "--logger=none")
     assert late.returncode == 0 and "has ended" in late.stdout, late
+    in_json = typed("worker", "ctr", "--join", str(data.parent / "run"), "--logger=none", "--json")
+    assert json.loads(in_json.stdout) is None and "has ended" in in_json.stderr
 
 
 def test_workers_that_joined_train_on_after_the_first_one_was_stopped(
