@@ -363,6 +363,7 @@ def _run_on(
             cluster.restore(snapshot.path, replace=True)
         stop.doing = "waited for the other ranks"
         ranks.barrier("rows restored")  # no rank may look for the tables before they exist
+        stop.doing = "set up its model"
         attempt = Attempt(
             options=options,
             progress=_progress(options, state, job, again=again),
