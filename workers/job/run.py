@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import (
@@ -242,9 +243,8 @@ class TrainingRun:
         if cluster is None or not self._options.continues or not has_run(out):
             return
         died = read_run(out)
-        for name in () if has_snapshot(died) else cluster.table_incarnations():
-            if name == died.job or name.startswith(f"{died.job}/"):
-                cluster.drop_table(name)
+        if not has_snapshot(died):
+            drop_tables(cluster, died.job)
 
     def _record_stage(self, **changed: Any) -> None:
         progress, out = self._trainer.progress, self._options.out
@@ -411,3 +411,10 @@ class TrainingRun:
             saved = 0 if last is None else last.progress.step
             return f"Stopped at step {step}; saved is step {saved}. {self._how_to_continue}"
         return f"Stopped at step {step} and saved. {self._how_to_continue}"
+
+
+def drop_tables(cluster: Cluster, job: str) -> None:
+    """Drop all tables of a job."""
+    for name in cluster.table_incarnations():
+        if name == job or name.startswith(f"{job}/"):
+            cluster.drop_table(name)

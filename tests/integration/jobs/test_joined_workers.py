@@ -199,6 +199,21 @@ def test_a_first_worker_that_stops_leaves_the_rows_to_others_though_they_hold_no
         assert f"{jobs[0]}/user" in cluster.table_incarnations()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_run_that_ends_before_its_first_snapshot_leaves_no_tables(
+    data: Path, scheduler: str, error: type[BaseException]
+) -> None:
+    class Failing(ClickTrainer):
+        def start(self, _: Any) -> None:
+            assert self.cluster is not None and self.cluster.table_incarnations()
+            raise error
+
+    with pytest.raises(error):
+        run_job(Failing, options_of(data, scheduler), Console(quiet=True))
+    with gt.connect(scheduler) as cluster:
+        assert not cluster.table_incarnations()
+
+
 def test_a_first_worker_that_fails_releases_its_samples(
     data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
