@@ -378,7 +378,8 @@ class StreamLeases:
             known = self._jobs.get(job)
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
-                restored.incarnations, restored.data = known.incarnations, known.data
+                restored.incarnations = {name: at for name, at in known.incarnations.items() if at >= incarnation}
+                restored.data = known.data
                 restored.last_lease = known.last_lease
                 restored.restore, restored.order_number, restored.due = known.restore, known.order_number, known.due
             self._commit(job, restored, fence=incarnation)

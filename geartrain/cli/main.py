@@ -1,15 +1,16 @@
 """The command line: the list of commands, error messages and exit codes.
 
 Only the module of the typed command is imported, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed at run time, 2 wrong usage (arguments, input or configuration that cannot be right). Those
-of a training: 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130 stopped with
-nothing saved.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage (arguments, input or configuration that cannot be right), 130
+Ctrl-C. Those of a training: 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130
+stopped with nothing saved.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from geartrain.cli.shared.help import ReadableCommand, ReadableGroup, readable
 from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
-FAILED, TRY_LATER = 1, 4
+FAILED, TRY_LATER, INTERRUPTED = 1, 4, 130
 _REFUSED = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 # command -> place of its function or group, in the order of the help; those of roles come from the registry of roles
@@ -131,6 +132,7 @@ def _command(name: str) -> Any:
 
 def main() -> None:
     """Run the command line, then exit the process."""
+    _complete_streams()
     # gRPC reads this when it is loaded. Its core's logs reach the person once, as a Geartrain error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
@@ -138,6 +140,8 @@ def main() -> None:
         if sys.argv[1:2] == ["plan"]:
             gc.disable()  # nothing imported is garbage, and the process is short: saves a tenth of its time
         build_app(sys.argv[1:])()
+    except KeyboardInterrupt:  # while the command was imported; typer handles it later on
+        sys.exit(INTERRUPTED)
     except GeartrainError as error:
         _print_error(printable(str(error)))  # the text may quote another process
         passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)
@@ -154,6 +158,16 @@ def main() -> None:
         else:
             raise
         sys.exit(FAILED)
+
+
+def _complete_streams() -> None:
+    """Replace streams that the caller has closed, so that nothing else gets their numbers. Where the encoding of stdout
+    lacks a character, "?" is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _print_error(what: str) -> None:

@@ -50,6 +50,8 @@ class LabelledImages:
     train: Images
     held_out: Mapping[str, Images]
     """Test images by name; training never sees them."""
+    network: tuple[dict[str, Any], nn.Module]
+    """Settings of the backbone, and the backbone itself."""
     folder: str | None = None
     """Folder of the person's own images."""
     chooses_model: bool = False
@@ -77,7 +79,7 @@ class Classifier(ImageTrainer):
         self._labelled = images
         self._own_backbone = options.own_backbone
         device = choose_device(options.device, ranks.local_rank)
-        self._settings, backbone = _build_backbone(recipe, state, self._own_backbone)
+        self._settings, backbone = images.network
         reuse = state is not None and attempt.cluster is not None
         sync = ranks.world_size > 1 and attempt.cluster is not None
         head = head_of(recipe, attempt.cluster, attempt.progress.table, len(names), reuse=reuse, sync=sync)
@@ -269,7 +271,12 @@ class Classifier(ImageTrainer):
             self._attempt.print_line(f"Left out {left_out}: {'; '.join(found[:_NAMED])}{more}")
 
 
-def _build_backbone(recipe: Any, state: JobState | None, own: str | None) -> tuple[dict[str, Any], nn.Module]:
+def _network(options: JobOptions, state: JobState | None) -> tuple[dict[str, Any], nn.Module]:
+    """Return settings and backbone of the job's network. Raises ConfigError, before the data is read, if it cannot be
+    built or its device used.
+    """
+    recipe, own = options.recipe, options.own_backbone
+    choose_device(options.device)
     if state is not None:
         settings = state.data["backbone_settings"]
         return settings, build_backbone(recipe.backbone, settings, own=own)
@@ -281,13 +288,6 @@ def _build_backbone(recipe: Any, state: JobState | None, own: str | None) -> tup
     return sized, backbone
 
 
-def _require_network(options: JobOptions, state: JobState | None) -> None:
-    """Raise ConfigError, before the data is read, if a new job's network cannot be built or its device used."""
-    choose_device(options.device)
-    if state is None:
-        _build_backbone(options.recipe, None, options.own_backbone)
-
-
 class GlyphTrainer(Classifier):
     """Trains on characters of pip-installed fonts; held-out families are the test."""
 
@@ -297,9 +297,9 @@ class GlyphTrainer(Classifier):
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> LabelledImages:
         """Fetch the fonts and draw them."""
-        _require_network(options, state)
+        network = _network(options, state)
         data = load_glyphs(options.cache, options.recipe.look.size, options.recipe.classes, console)
-        return LabelledImages(data.class_names, data.train, data.held_out)
+        return LabelledImages(data.class_names, data.train, data.held_out, network)
 
 
 class FolderTrainer(Classifier):
@@ -342,7 +342,7 @@ class FolderTrainer(Classifier):
         """Read the images as they were first read: images left out then have no place in their order."""
         folder = Path(options.data or (state.data["source"] if state is not None else "")).resolve()
         recipe: ClassifyRecipe = options.recipe
-        _require_network(options, state)
+        network = _network(options, state)
         data = load_folder(
             folder,
             recipe.look,
@@ -353,4 +353,4 @@ class FolderTrainer(Classifier):
             memory_bytes=recipe.image_memory << 20,
         )
         tests = {"validation": data.validation} if len(data.validation) else {}
-        return LabelledImages(data.class_names, data.train, tests, str(folder), bool(tests), data.unreadable)
+        return LabelledImages(data.class_names, data.train, tests, network, str(folder), bool(tests), data.unreadable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from rich.text import Text
 from torch import Tensor
 
 from geartrain.ams.values.text import counted
@@ -20,7 +21,9 @@ _QUICK_LOOK_IMAGES = 2000
 class Evaluation:
     """Evaluates a model on the held-out images of a job."""
 
-    def __init__(self, held_out: Mapping[str, Images], trainer: ImageTrainer, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, held_out: Mapping[str, Images], trainer: ImageTrainer, say: Callable[[str | Text], None]
+    ) -> None:
         self._held_out = held_out
         self._trainer = trainer
         self._say = say
@@ -64,7 +67,7 @@ class Evaluation:
             images_text = counted(summary["images"], "image")
             self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
             if (worse := worse_than_guessing(summary["top1"], images.labels)) is not None:
-                self._say(f"[yellow]{worse}[/]")
+                self._say(Text(worse, "yellow"))
         return answers
 
     def _answer(self, images: Images, model: TrainedModel | None = None) -> Answers:

@@ -98,7 +98,7 @@ class ClickBatches(ABC):
 
     @property
     def has_others(self) -> bool:
-        """Whether other workers train, or did as this one was last :meth:`alone`."""
+        """Whether other workers have trained on the rows, and may do so again."""
         return False
 
     def settle(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.jobs.worker_steps import worker_name
 from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.values.config import ClientConfig
@@ -137,9 +138,10 @@ class SharedBatches(ClickBatches):
     @property
     def has_others(self) -> bool:
         try:
-            return self._leased.has_others or self._are_read()
+            known = self._streams().holders().incarnations.values()
         except SchedulerUnavailable:
             return True
+        return bool({*known} - {self._cluster.write_stream.incarnation})
 
     def settle(self) -> bool:
         self.close()
@@ -163,8 +165,11 @@ class SharedBatches(ClickBatches):
 
     def _are_read(self) -> bool:
         """Return whether any worker holds streams of the job."""
-        streams = self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
-        return any(streams.holders().holders)
+        return any(self._streams().holders().holders)
+
+    def _streams(self) -> DataStreams:
+        """Return the streams of the job to look at."""
+        return self._cluster.streams(self._job, worker=worker_name(self._job, None), num_streams=1)
 
     def close(self) -> None:
         with suppress(StaleClient):  # the job went back: others have the streams

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from geartrain.ams.storage.snapshot.store import place
@@ -496,7 +497,7 @@ class ClickTrainer(EmbeddingTrainer):
             f"{counted(found['samples'], 'sample')}"
         )
         if (worse := worse_than_guessing(found)) is not None:
-            self.attempt.print_line(f"[yellow]{worse}[/]")
+            self.attempt.print_line(Text(worse, "yellow"))
         return {"held_out": found, **progressive, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:

@@ -135,7 +135,8 @@ def _read_all(
     def read(picture: Picture) -> Bitmap | None:
         return read_bitmap(picture, preprocessing, tolerant)
 
-    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(decoding_threads()) as pool:
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)  # else it prints an empty line
+    with bar as progress, ThreadPoolExecutor(decoding_threads()) as pool:
         bitmaps = list(progress.track(pool.map(read, pictures), total=len(pictures), description="reading images"))
     bad = sorted(tolerant.found.values())
     if bad and not unreadable.skip:

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from geartrain.workers.job.keys import gone_on_with
 from geartrain.workers.job.metrics import serve_job_metrics
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
-from geartrain.workers.job.run import TrainingRun
+from geartrain.workers.job.run import TrainingRun, drop_tables
 from geartrain.workers.job.snapshots import LOST, Loss, ResumeFromSnapshot
 from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, snapshot_named
 from geartrain.workers.job.trainer import Attempt, Trainer
@@ -351,6 +351,8 @@ def _run_on(
         cluster = (
             stack.enter_context(_open_cluster(options, ranks, job, goes_on=again)) if not _on_ranks(options) else None
         )
+        if cluster is not None and state is None and ranks.is_first:
+            stack.push(partial(_drop_unsaved, cluster, job, options.out))
         is_kept = cluster is not None and snapshot is not None and trainer_class.is_kept(options, cluster, job)
         if cluster is not None and is_kept and ranks.is_first:
             # A paused process of this worker must not continue beside it; others go on.
@@ -363,6 +365,7 @@ def _run_on(
             cluster.restore(snapshot.path, replace=True)
         stop.doing = "waited for the other ranks"
         ranks.barrier("rows restored")  # no rank may look for the tables before they exist
+        stop.doing = "set up its model"
         attempt = Attempt(
             options=options,
             progress=_progress(options, state, job, again=again),
@@ -378,6 +381,16 @@ def _run_on(
         training = TrainingRun(attempt, trainer, launch=launch_name(), loss=loss, seconds=seconds)
         with stop.in_order(cluster):
             return training.execute(stop)
+
+
+def _drop_unsaved(cluster: Cluster, job: str, out: Path, kind: type[BaseException] | None, *_: Any) -> None:
+    """Drop the tables of a new job that ends with an error before its first snapshot: nothing resumes with them."""
+    if kind is None or issubclass(kind, LOST):
+        return
+    with suppress(GeartrainError):
+        run = read_run(out) if has_run(out) else None
+        if run is None or run.job != job or not has_snapshot(run):
+            drop_tables(cluster, job)
 
 
 def _progress(options: JobOptions, state: JobState | None, job: str, *, again: bool) -> JobProgress:

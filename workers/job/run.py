@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from rich.text import Text
+
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TableNotFound, TrainingDiverged
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    NonFinite,
+    SchedulerUnavailable,
+    SnapshotError,
+    SnapshotFailed,
+    TableNotFound,
+    TrainingDiverged,
+)
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted, lasting
 from geartrain.workers.atomic import write_json
@@ -130,10 +142,15 @@ class TrainingRun:
             if not finished:
                 say(self._stopped_line())
             ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
-            if self._is_first and (finished or not trainer.has_others):
+            if self._is_first and not finished and trainer.has_others:
+                say(
+                    "The rows stay in the cluster until the run is resumed and ends: other workers have trained on them"
+                )
+            elif self._is_first:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except lost as exc:
+            self._leave_after(exc)
             if stop() and self._snapshots.last is not None:
                 self._state = "stopped"
                 say(self._stopped_line())
@@ -144,15 +161,24 @@ class TrainingRun:
                 raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
             self._state = "failed"
             raise
-        except ResumeFromSnapshot:
+        except ResumeFromSnapshot as exc:
+            self._leave_after(exc)
             raise
         except BaseException as exc:
+            self._leave_after(exc)
             self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
             raise
         finally:
             trainer.events.close()
             said = stop.saved()
             stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
+
+    def _leave_after(self, exc: BaseException) -> None:
+        """Release unread samples to the other workers, which would wait until the lease ends. A scheduler that was
+        waited for already, or a person who wants to stop at once, is not made to wait."""
+        if isinstance(exc, Exception) and not isinstance(exc, SchedulerUnavailable):
+            with suppress(GeartrainError):
+                self._trainer.leave()
 
     def _trained_to_the_end(
         self, stop: Interruption, lost: tuple[type[Exception], ...]
@@ -217,9 +243,8 @@ class TrainingRun:
         if cluster is None or not self._options.continues or not has_run(out):
             return
         died = read_run(out)
-        for name in () if has_snapshot(died) else cluster.table_incarnations():
-            if name == died.job or name.startswith(f"{died.job}/"):
-                cluster.drop_table(name)
+        if not has_snapshot(died):
+            drop_tables(cluster, died.job)
 
     def _record_stage(self, **changed: Any) -> None:
         progress, out = self._trainer.progress, self._options.out
@@ -334,7 +359,9 @@ class TrainingRun:
         since = f" ({lasting(whole - sum(state.phases.values()))} since step {state.progress.step})" if state else ""
         epochs = trainer.epochs(trainer.progress.step)
         self._attempt.print_line(
-            f"[green]Trained in {lasting(whole)}[/]{since}, {epochs}. {trainer.conclude()} are in {out}"
+            Text.assemble(
+                (f"Trained in {lasting(whole)}", "green"), f"{since}, {epochs}. {trainer.conclude()} are in {out}"
+            )
         )
         return report
 
@@ -384,3 +411,10 @@ class TrainingRun:
             saved = 0 if last is None else last.progress.step
             return f"Stopped at step {step}; saved is step {saved}. {self._how_to_continue}"
         return f"Stopped at step {step} and saved. {self._how_to_continue}"
+
+
+def drop_tables(cluster: Cluster, job: str) -> None:
+    """Drop all tables of a job."""
+    for name in cluster.table_incarnations():
+        if name == job or name.startswith(f"{job}/"):
+            cluster.drop_table(name)

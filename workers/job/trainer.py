@@ -18,6 +18,7 @@ import numpy as np
 import PIL
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
@@ -86,7 +87,7 @@ class Attempt:
     ranks: JobRanks
     console: Console
 
-    def print_line(self, line: str) -> None:
+    def print_line(self, line: str | Text) -> None:
         """Print a line for the user."""
         self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -290,7 +291,7 @@ class Trainer:
 
     @property
     def has_others(self) -> bool:
-        """Whether other workers train, or did as this one was last :meth:`alone`."""
+        """Whether other workers have trained on the rows, and may do so again."""
         return False
 
     def keep_lease(self) -> None:

@@ -105,8 +105,6 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._is_closed = self._is_interrupted = False
         self._is_alone = False
         """Whether :meth:`alone` has paused the other workers."""
-        self.has_others = False
-        """Whether the last :meth:`alone` found other workers that read."""
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
@@ -295,7 +293,6 @@ class LeasedSamples(Iterator[SampleBatch]):
         after :meth:`close` it does nothing.
         """
         with self._lock:
-            self.has_others, is_asked = False, False
             while not (self._is_closed or self._is_interrupted):
                 renewal = self._prepared()
                 if renewal is None:
@@ -306,8 +303,6 @@ class LeasedSamples(Iterator[SampleBatch]):
                 renewal = self._renew(NOTHING, hold=True)
                 if renewal is None or renewal.pause:
                     continue
-                self.has_others |= not (is_asked or renewal.is_alone)
-                is_asked = True
                 if renewal.is_alone:
                     self._is_alone = True
                     break

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor, nn
 
@@ -215,12 +216,13 @@ def in_eval_mode(backbone: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reporting(progress: Callable[[int], None] | None) -> Iterator[Callable[[int], None]]:
-    """Yield the caller's function, or a bar that appears once the work has taken two seconds."""
+    """Yield the caller's function, or a bar on stderr that appears once the work has taken two seconds."""
     if progress is not None:
         yield progress
         return
     started = time.monotonic()
-    bar = Progress(SpinnerColumn(), TextColumn("imprinting: {task.completed} images"), transient=True)
+    columns = SpinnerColumn(), TextColumn("imprinting: {task.completed} images")
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task("imprint", total=None)
     shown = False
 

@@ -273,7 +273,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     )
     if up < found.num_shards:
         advice = remedy_for_absent((shard.state for shard in found.shards), address)
-        console.print(f"{counted(found.num_shards - up, 'shard')} not up: {advice}", highlight=False, markup=False)
+        console.print(f"{counted(found.num_shards - up, 'shard')} not up: {advice}")
     if found.tables:
         some_went = any(entry.expired or entry.evicted for entry in found.tables)
         print_table(
@@ -292,4 +292,4 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
             ],
         )
     for name in found.incomplete_tables:
-        console.print(f"table {name}: {why_incomplete(found, name)}", highlight=False, markup=False)
+        console.print(f"table {name}: {why_incomplete(found, name)}")

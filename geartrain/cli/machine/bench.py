@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from geartrain.cli.shared.consoles import print_table
 from geartrain.cli.shared.options import Json
@@ -72,7 +73,5 @@ def _print_table(results: Sequence[Result]) -> None:
     print_table(("case", "ours", "theirs", "unit", "rival", "ratio", "target"), rows)
 
 
-def _coloured(ratio: float, target: float | None) -> str:
-    if target is None:
-        return f"{ratio:.2f}"
-    return f"[{'green' if ratio >= target else 'red'}]{ratio:.2f}[/]"
+def _coloured(ratio: float, target: float | None) -> Text:
+    return Text(f"{ratio:.2f}", "" if target is None else "green" if ratio >= target else "red")

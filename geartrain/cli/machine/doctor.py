@@ -32,15 +32,16 @@ def doctor(
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}))
     else:
-        from rich.console import Console
-        from rich.markup import escape
+        from rich.text import Text
 
-        console = Console(highlight=False, soft_wrap=True)
+        from geartrain.cli.shared.consoles import plain_console
+
+        console = plain_console(soft_wrap=True)
         width = max(len(finding.check) for finding in findings)
         for finding in findings:
-            state = f"[{_COLOURS[finding.state]}]{finding.state:4}[/]"
-            console.print(state, escape(f"{finding.check:{width}}  {finding.found}"), sep="  ")
+            state = f"{finding.state:4}", _COLOURS[finding.state]
+            console.print(Text.assemble(state, f"  {finding.check:{width}}  {finding.found}"))
             if finding.remedy:
-                console.print(f"{'':{width + 8}}-> {finding.remedy}", markup=False)
+                console.print(f"{'':{width + 8}}-> {finding.remedy}")
     if failed:
         raise typer.Exit(1)

@@ -19,6 +19,7 @@ from rich.progress import track as rich_track
 
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.text import counted, sized
+from geartrain.cli.shared.consoles import plain_console
 from geartrain.serving.index.choice import require_choice
 from geartrain.serving.index.registry import write_index
 from geartrain.workers.classify import class_pictures
@@ -75,7 +76,7 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
     elif job == "tdm":
         facts, lines = _export_rows(run, to, settings, export_tree)
     else:
-        facts, lines = _export_pictures(run, to, settings, Console(stderr=True, quiet=as_json))
+        facts, lines = _export_pictures(run, to, settings, plain_console(stderr=True, quiet=as_json))
     for line in [json.dumps(facts)] if as_json else lines:
         print(line)
 
@@ -140,7 +141,7 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
     warn_if_unended(run, step, _say)
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         images, why = _images(run, model, settings, console)
-        console.print(f"Writing the network of {run} as ONNX", highlight=False)
+        console.print(f"Writing the network of {run} as ONNX")
         exported = export_model(
             model, folder, version=version, precision=precision, images=images, finish=index, track=track
         )

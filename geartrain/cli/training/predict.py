@@ -90,8 +90,7 @@ def predict(
 
 
 def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path, as_json: bool) -> None:
-    from rich.console import Console
-
+    from geartrain.cli.shared.consoles import plain_console
     from geartrain.workers.ctr.predict import predict_clicks, write_scores
 
     if len(samples) != 1:
@@ -100,13 +99,11 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
         raise ConfigError(
             f"--out is {str(out)!r}, and scores are written as Parquet; give {out.with_suffix('.parquet')}"
         )
-    console = Console(stderr=True)  # stdout is for scores
-    scores = predict_clicks(
-        run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
-    )
+    console = plain_console(stderr=True)  # stdout is for scores
+    scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, soft_wrap=True))
     if out is not None:
         write_scores(out, scores)
-        console.print(f"{counted(len(scores), 'score')} in {out}", highlight=False)
+        console.print(f"{counted(len(scores), 'score')} in {out}")
     elif as_json:
         print(json.dumps(scores.tolist()))
     else:

@@ -65,6 +65,6 @@ def quickstart(
 
 
 def _say(line: str, style: str | None = None) -> None:
-    from rich.console import Console
+    from geartrain.cli.shared.consoles import plain_console
 
-    Console(stderr=True).print(line, style=style, soft_wrap=True, highlight=False, markup=False)
+    plain_console(stderr=True).print(line, style=style, soft_wrap=True)

@@ -257,9 +257,11 @@ def train(
                 again = " ".join(map(quote, ["geartrain", *sys.argv[1:]]))
                 where = resume or out or Path("runs") / job
                 stop.saved = partial(resume_hint, where, snapshots, go_on=again)
+            if os.environ.get("RANK", "0") == "0":
+                line = f"geartrain worker {job}: loads PyTorch, then network and data"
+                print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
             failpoints.reach("job.torch.before")
-            from rich.console import Console
-
+            from geartrain.cli.shared.consoles import plain_console
             from geartrain.workers import jobs  # loads torch
             from geartrain.workers.job.keys import flat, read_recipe, with_settings
             from geartrain.workers.job.options import JobOptions
@@ -291,12 +293,12 @@ def train(
                 metrics=metrics,
                 loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
             )
-            result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON
+            result = jobs.train(options, plain_console(stderr=as_json))  # stdout is for JSON
         except Stopped:
             print(stop.why, file=sys.stderr)
             ended.append(stop.exit_code)
             raise typer.Exit(stop.exit_code) from None
-    if as_json and result.report is not None:
+    if as_json and (result.report is not None or joins is not None):  # the first worker makes the report
         print(json.dumps(result.report))
     if not result.finished:
         traces.flush()

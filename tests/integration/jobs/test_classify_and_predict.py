@@ -27,6 +27,7 @@ from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, TrainingDiverged
 from geartrain.ams.values.optimizers.momentum import Untouched
+from geartrain.workers.classify import classifier
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job
@@ -186,6 +187,20 @@ def test_an_interrupted_run_resumes_to_the_very_same_state(
         assert sorted(event.step for event in read.Scalars("held_out/validation/top1")) == list(range(0, 41, 4))
 
 
+def test_a_run_builds_its_network_once(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, built = classifier.build_backbone, list[str]()
+
+    def counted(name: str, *settings: Any, **own: Any) -> Any:
+        built.append(name)
+        return build(name, *settings, **own)
+
+    monkeypatch.setattr(classifier, "build_backbone", counted)
+    monkeypatch.setattr(job, "interruption", stop_after(1))
+    train(tmp_path / "run", images)
+    train(tmp_path / "run", None, resume=True)
+    assert len(built) == 2
+
+
 def test_other_steps_for_a_run_that_had_not_ended_are_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +304,7 @@ def test_unreadable_images_are_left_out_counted_and_named(image_memory: int, ima
     lenient = replace(RECIPE, skip_unreadable=True, image_memory=image_memory)
     said, report = reported(tmp_path / "run", images, lenient)
     assert [Path(name).name for name in report["unreadable"]] == ["a.png", "b.png"]
-    assert "Left out 2 unreadable images: " in said
+    assert "Left out 2 unreadable images: " in said and "" not in said.splitlines()
     assert report["held_out"]["validation"]["top1"] > 0.7
     resumed = train(tmp_path / "run", None, resume=True, resume_steps=1)
     assert resumed.report is not None and len(resumed.report["unreadable"]) == 2

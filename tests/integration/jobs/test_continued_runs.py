@@ -91,6 +91,7 @@ def test_a_run_that_died_before_its_first_snapshot_begins_again(
 
     with pytest.MonkeyPatch.context() as broken:
         broken.setattr(TrainingRun, "_start", die)
+        broken.setattr(job, "_drop_unsaved", lambda *_: None)  # as a process that is killed
         with pytest.raises(RuntimeError, match="before the first snapshot"):
             invoke(*ctr)
     assert (tmp_path / "run" / "run.json").exists()

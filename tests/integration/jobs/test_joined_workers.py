@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, ClassVar
@@ -156,6 +158,8 @@ def test_workers_that_joined_end_with_a_first_one_that_ends_early(
     assert result.finished and joined.first and 0 < joined.counts().total() < 100 * COUNT * 4 // 5
     late = typed("worker", "ctr", "--join", str(data.parent / "run"), "--logger=none")
     assert late.returncode == 0 and "has ended" in late.stdout, late
+    in_json = typed("worker", "ctr", "--join", str(data.parent / "run"), "--logger=none", "--json")
+    assert json.loads(in_json.stdout) is None and "has ended" in in_json.stderr
 
 
 def test_workers_that_joined_train_on_after_the_first_one_was_stopped(
@@ -170,6 +174,61 @@ def test_workers_that_joined_train_on_after_the_first_one_was_stopped(
     assert theirs.total() == COUNT * 4 // 5 and set(theirs.values()) == {1}
     result = run_job(ClickTrainer, replace(options, resume=True), Console(quiet=True))
     assert result.finished and result.report is not None
+
+
+def test_a_first_worker_that_stops_leaves_the_rows_to_others_though_they_hold_no_lease(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, jobs = SharedBatches.trained, list[str]()
+
+    def beside_another(read: SharedBatches, step: int) -> Any:
+        if not jobs:
+            jobs.append(read._job)
+            with gt.connect(scheduler) as cluster:
+                streams = cluster.streams(read._job, worker="another", num_streams=NUM_STREAMS)
+                streams.lease()
+                streams.release()
+        return make(read, step)
+
+    monkeypatch.setattr(SharedBatches, "trained", beside_another)
+    monkeypatch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: bool(jobs))))
+    told = Console(record=True, file=StringIO())
+    assert not run_job(ClickTrainer, options_of(data, scheduler), told).finished
+    assert "other workers have trained on them" in told.export_text()
+    with gt.connect(scheduler) as cluster:
+        assert f"{jobs[0]}/user" in cluster.table_incarnations()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_run_that_ends_before_its_first_snapshot_leaves_no_tables(
+    data: Path, scheduler: str, error: type[BaseException]
+) -> None:
+    class Failing(ClickTrainer):
+        def start(self, _: Any) -> None:
+            assert self.cluster is not None and self.cluster.table_incarnations()
+            raise error
+
+    with pytest.raises(error):
+        run_job(Failing, options_of(data, scheduler), Console(quiet=True))
+    with gt.connect(scheduler) as cluster:
+        assert not cluster.table_incarnations()
+
+
+def test_a_first_worker_that_fails_releases_its_samples(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[str] = []
+
+    def failing(read: SharedBatches, _: int) -> Any:
+        jobs.append(read._job)
+        raise RuntimeError("own code fails")
+
+    monkeypatch.setattr(SharedBatches, "trained", failing)
+    with pytest.raises(RuntimeError, match="own code fails"):
+        run_job(ClickTrainer, options_of(data, scheduler), Console(quiet=True))
+    with gt.connect(scheduler) as cluster:
+        streams = cluster.streams(jobs[0], worker="another", num_streams=NUM_STREAMS)
+        assert set(streams.holders().holders) == {None}
 
 
 def of_torchrun(data: Path, scheduler: str, restarted: bool) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from geartrain.ams.observe import failpoints
 from geartrain.cli.training.worker import app
 from geartrain.workers import jobs
 from geartrain.workers.job.options import JobOptions
@@ -27,13 +29,14 @@ def test_every_option_shows_its_default(command: str) -> None:
 def test_the_command_line_is_what_the_job_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[JobOptions] = []
 
-    def take(options: JobOptions, _: object) -> object:
+    def take(options: JobOptions, console: Console) -> object:
         given.append(options)
+        console.print(f"{options.out}[/b] :100:")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jobs, "train", take)
     settings = ["--set", "select=knn", "--set", "sample_rate=0.2", "--set", "neighbours=7", "--rows", "hosted"]
-    CliRunner().invoke(app, ["classify", "--data", "pictures", *settings])
+    assert "runs/classify[/b] :100:\n" in CliRunner().invoke(app, ["classify", "--data", "pictures", *settings]).output
     CliRunner().invoke(app, ["glyphs", "--resume", "run", "--steps", "7"])
     classify, glyphs = given
     assert (classify.data, classify.sweep, str(classify.out)) == ("pictures", True, "runs/classify")
@@ -41,3 +44,16 @@ def test_the_command_line_is_what_the_job_is_asked_to_do(monkeypatch: pytest.Mon
     assert (recipe.select, recipe.sample_rate, recipe.neighbours, recipe.rows) == ("knn", 0.2, 7, "hosted")
     assert set(classify.stated) == {"select", "sample_rate", "neighbours", "rows"}
     assert (glyphs.resume, glyphs.resume_steps, glyphs.stated) == (True, 7, ())
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_worker_says_what_it_does_before_torch_is_loaded(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(failpoints, "reach", stop)
+    done = CliRunner().invoke(app, ["ctr", *["--json"] * as_json])
+    told, silent = (done.stderr, done.stdout) if as_json else (done.stdout, done.stderr)
+    assert told == "geartrain worker ctr: loads PyTorch, then network and data\n" and not silent
+    monkeypatch.setenv("RANK", "1")
+    assert "loads" not in CliRunner().invoke(app, ["ctr"]).output

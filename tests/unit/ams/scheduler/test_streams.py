@@ -202,6 +202,16 @@ def test_who_holds_what_is_told_and_nobody_after_the_lease() -> None:
     assert clocked.streams.holders("job").holders == (None,) * 4
 
 
+def test_workers_that_may_come_back_are_told_and_not_those_that_a_restore_fenced_off() -> None:
+    clocked = Clocked(num_streams=1)
+    clocked.lease("a", incarnation=3)
+    clocked.lease("b", incarnation=4)
+    clocked.now += LEASE + 1
+    assert clocked.streams.holders("job").incarnations == {"a": 3, "b": 4}
+    clocked.streams.restore("job", 4, {0: Cursor(0, 0)})
+    assert clocked.streams.holders("job").incarnations == {"b": 4}
+
+
 def test_a_job_keeps_the_name_of_its_data_over_a_restart() -> None:
     job = Clocked()
     job.lease("a")  # says nothing

@@ -203,6 +203,10 @@ def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, c
     [
         ({"GEARTRAIN_SERVER__LISEN": "127.0.0.1:1"}, "GEARTRAIN_SERVER__LISEN: .*did you mean 'listen'"),
         ({"GEARTRAIN_SERVR__LISTEN": "127.0.0.1:1"}, "GEARTRAIN_SERVR__LISTEN: .*did you mean 'server'"),
+        (
+            {"GEARTRAIN_SERVER_LISTEN": "x:1"},
+            "GEARTRAIN_SERVER_LISTEN would be ignored; write GEARTRAIN_SERVER__LISTEN,",
+        ),
         ({"GEARTRAIN_MODE": "prod"}, "environment variable GEARTRAIN_MODE: mode: 'prod' is wrong"),
         ({"GEARTRAIN_SERVER__SHARDS": "-1"}, "GEARTRAIN_SERVER__SHARDS: server.shards: '-1' is wrong"),
     ],

@@ -16,6 +16,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.imprinting import imprint
 from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from tests.support import heads
@@ -53,6 +54,14 @@ class Counted:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.passes += 1
         return iter(self._batches)
+
+
+def test_the_bar_is_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(imprint, "_BAR_AFTER_SECONDS", -1.0)
+    head, _ = make_head()
+    head.imprint(images(), nn.Identity())
+    told = capsys.readouterr()
+    assert told.err and not told.out
 
 
 @pytest.mark.parametrize("memory_bytes", [1, A_FEW, 1 << 20])
