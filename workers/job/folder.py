@@ -265,15 +265,30 @@ def require_folder(path: Path, flag: str) -> None:
 def move_aside(folder: Path) -> Path | None:
     """Move the run in ``folder`` to the folder NAME.previous beside it, replacing one moved there before.
 
-    Nothing of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.
+    A run that saved nothing replaces none: it is removed. Nothing of it is then taken for the next run's; other files
+    stay. Returns that folder, None if no run was moved there.
     """
     aside = folder.with_name(f"{folder.name}.previous")
     parts = [*_FOLDERS, *(previous_folder(Path(name)).name for name in _FOLDERS), *_FILES]
     there = [name for name in parts if (folder / name).exists()]
     if not there:
         return None
+    if aside.exists() and not _has_saved(folder):
+        for part in (folder / name for name in there):
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        return None
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for name in there:
         (folder / name).rename(aside / name)
     return aside
+
+
+def _has_saved(folder: Path) -> bool:
+    """Return whether the run in ``folder`` has a snapshot, a model or a report, or may have one."""
+    if any((folder / name).exists() for name in ("model", "report.json")) or not has_run(folder):
+        return True
+    try:
+        return has_snapshot(read_run(folder))
+    except (GeartrainError, OSError):
+        return True

@@ -40,7 +40,7 @@ from geartrain.workers.job.metrics import COUNTERS
 from geartrain.workers.job.options import JobResult, SnapshotSettings
 from geartrain.workers.job.snapshots import LOST, JobSnapshots, Loss, ResumeFromSnapshot, SnapshotMoment
 from geartrain.workers.job.trainer import Attempt, Trainer, versions
-from geartrain.workers.loggers.registry import open_loggers
+from geartrain.workers.loggers.registry import open_loggers, require_libraries
 
 
 class TrainingRun:
@@ -120,12 +120,13 @@ class TrainingRun:
         trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.print_line
         self._stop = stop
         stop.is_saving = lambda: self._snapshots.is_writing
+        names = self._options.loggers if self._is_first else ()
+        require_libraries(names)  # before another run is put aside for this one
         if self._is_first:
             if self._attempt.state is None:
                 self._claim_folder()
             self._record_stage(ended=False)
         step = None if self._attempt.state is None else trainer.progress.step
-        names = self._options.loggers if self._is_first else ()
         lost = (*LOST, TableNotFound) if trainer.is_restored else LOST
         trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
         try:

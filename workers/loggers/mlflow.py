@@ -22,13 +22,11 @@ class MlflowLogger:
     """
 
     def __init__(self, out: Path, job: str, step: int | None) -> None:
-        """Open the run. Raises ConfigError without the library, and if there is no store."""
-        try:
-            from mlflow.entities import Metric
-            from mlflow.exceptions import MlflowException
-            from mlflow.tracking import MlflowClient
-        except ImportError as exc:
-            raise ConfigError("--logger mlflow needs mlflow-skinny; pip install 'geartrain[mlflow]'") from exc
+        """Open the run. Raises ConfigError if there is no store."""
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
         self._metric = Metric
         address = os.environ.get("MLFLOW_TRACKING_URI")
         if address is None:  # files need no server and no database, but MLflow must be told to use them

@@ -15,11 +15,9 @@ class WandbLogger:
     """
 
     def __init__(self, out: Path, job: str, step: int | None) -> None:
-        """Write files to ``out``/wandb. Raises ConfigError without the library, and if it refuses the run."""
-        try:
-            import wandb
-        except ImportError as exc:
-            raise ConfigError("--logger wandb needs wandb; pip install 'geartrain[wandb]'") from exc
+        """Write files to ``out``/wandb. Raises ConfigError if wandb refuses the run."""
+        import wandb
+
         settings = wandb.Settings(silent=True)
         try:
             run = wandb.init(id=job, name=job, dir=str(out), resume="allow", settings=settings)

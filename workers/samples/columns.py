@@ -52,6 +52,8 @@ class Remedies(NamedTuple):
     without: str
     fold: str
     hash: str = ""
+    fractions: bool = True
+    """Whether a column may hold numbers with fractions."""
     of_numbers: Mapping[str, Remedies] = {}
     """Columns of plain numbers, which have no settings, with what holds for them instead."""
 
@@ -74,6 +76,7 @@ IN_THE_FILE = Remedies(
     "write it as {value}",
     "leave it out of the file",
     "begin a run that makes ids of them: --set 'fold=[{name}]'",
+    fractions=False,
 )
 AS_TRAINED = IN_THE_FILE._replace(kind="the model was trained on such values, write one there")
 IN_THE_RECIPE = IN_THE_FILE._replace(
@@ -200,6 +203,14 @@ def says_hash(name: str) -> str:
     return f", {_REMEDIES.get().hash.format(name=name)}" if _REMEDIES.get().hash else ""
 
 
+def _says_texts(name: str, wanted: ColumnType, found: ColumnType) -> str:
+    """Return the remedy for a column of texts of which another type was asked."""
+    if _REMEDIES.get().hash:
+        return f"for ids of texts, ask for a string and give hash_strings=[{name!r}]"
+    is_setting = _remedies_of(name).kind in (ON_THE_COMMAND_LINE.kind, IN_THE_RECIPE.kind)
+    return says_type(name, str(found if is_setting else wanted))
+
+
 def joint_schema(schemas: Sequence[Any]) -> Any:
     """Return the columns of several files of a source, those of the first one first. A type is that of the first file
     with values in the column; float64 where some have float32 and others a wider number.
@@ -266,13 +277,12 @@ class ColumnPlan:
                 hint, found = "", type_of(arrow)
                 if not _REMEDIES.get().hash and said_by != "columns":
                     hint = f"; write the file with {wanted} there, or take it away"
-                elif found is not None and found.item == "string" and self.can_hash:
-                    hint = f"; for ids of texts, ask for a string and give hash_strings=[{name!r}]"
+                elif found is not None and found.item == "string" and (self.can_hash or not _REMEDIES.get().hash):
+                    hint = f"; {_says_texts(name, wanted, found)}"
                 elif found == replace(wanted, item="float64"):
                     hint = f"; to read both, {says_type(name, str(found))}"
-                raise ColumnMismatch(
-                    f"column {name!r} of {file} is {arrow}; it must be {wanted}, as {said_by} says{hint}"
-                )
+                source = "" if said_by == "columns" and not _REMEDIES.get().hash else f", as {said_by} says"
+                raise ColumnMismatch(f"column {name!r} of {file} is {arrow}; it must be {wanted}{source}{hint}")
 
     def apply(self, table: Any, name_row: NameRow) -> Any:
         """Return the columns of samples: of the planned types, strings hashed, nothing missing. Raises SourceDamaged
@@ -438,8 +448,9 @@ def _no_type(name: str, arrow: Any, file: str) -> str:
         return f"column {name!r} of {file} has no value that shows its type; {remedy}"
     kinds = "samples have integers, floats, bools, strings to hash, and lists of these"
     what = ""
-    if _is_number(arrow):
-        value = "int64" if _is_moment(arrow) else "float64"
+    is_whole = _is_moment(arrow) or (pa.types.is_decimal(arrow) and arrow.scale <= 0)
+    if is_whole or (_is_number(arrow) and spelled.fractions):
+        value = "int64" if is_whole else "float64"
         what = f", or {says_type(name, value)}{' for Unix seconds' * _is_moment(arrow)}"
     return f"column {name!r} of {file} is {arrow}; {kinds}: {spelled.without.format(name=name)}{what}"
 

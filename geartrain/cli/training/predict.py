@@ -99,6 +99,8 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
         raise ConfigError(
             f"--out is {str(out)!r}, and scores are written as Parquet; give {out.with_suffix('.parquet')}"
         )
+    if out is not None and samples[0].resolve() in (out.resolve(), *out.resolve().parents):
+        raise ConfigError(f"--out is {str(out)!r}, which is one of the samples or lies among them; give another file")
     console = plain_console(stderr=True)  # stdout is for scores
     scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, soft_wrap=True))
     if out is not None:

@@ -25,14 +25,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, TrainingDiverged
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotFailed, TrainingDiverged
 from geartrain.ams.values.optimizers.momentum import Untouched
 from geartrain.workers.classify import classifier
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job
+from geartrain.workers.job.folder import read_report
 from geartrain.workers.job.keys import read_recipe, recipe_of
 from geartrain.workers.job.options import JobResult
+from geartrain.workers.job.snapshots import JobSnapshots
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.jobs.small_job import classify, said_by, stop_after
 from tests.support import command_line
@@ -401,15 +403,34 @@ def test_a_run_goes_on_where_it_was_moved_to(images: Path, tmp_path: Path, monke
     assert train(tmp_path / "other", None, resume=True, resume_steps=4).step == 5
 
 
-def test_a_run_is_not_put_aside_for_one_that_cannot_begin(images: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_put_aside_for_one_that_cannot_begin(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = replace(RECIPE, steps=1)
     train(tmp_path / "run", images, recipe, snapshots=str(tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match="already holds snapshots"):
         train(tmp_path / "run", images, recipe, overwrite=True, snapshots=str(tmp_path / "elsewhere"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="--logger wandb needs wandb"):
+        train(tmp_path / "run", images, recipe, overwrite=True, loggers=("wandb",))
     assert (tmp_path / "run" / "report.json").exists()
     assert not (tmp_path / "run.previous").exists()
     for _ in range(2):
         train(tmp_path / "run", images, recipe, overwrite=True, snapshots=str(tmp_path / "run" / "snapshots"))
+
+
+def test_a_run_that_saved_nothing_is_not_put_aside_over_one_that_did(images: Path, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise SnapshotFailed("the disk is full")
+
+    train(tmp_path / "run", images, replace(RECIPE, steps=1))
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SnapshotFailed, match="begins with a snapshot"):
+            patch.setattr(JobSnapshots, "require", fail)
+            train(tmp_path / "run", images, RECIPE, overwrite=True)
+        assert (tmp_path / "run.previous" / "report.json").exists()
+    assert train(tmp_path / "run", images, replace(RECIPE, steps=2), overwrite=True).step == 2
+    assert read_report(tmp_path / "run.previous")["steps"] == 1  # type: ignore[index]
 
 
 def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Path, tmp_path: Path) -> None:

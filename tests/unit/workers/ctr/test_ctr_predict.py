@@ -73,6 +73,11 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--out", "scores.csv")
     assert (done.returncode, "scores are written as Parquet; give scores.parquet" in done.stderr) == (2, True)
 
+    for place in (tmp_path / "late.parquet", tmp_path):
+        done = typed("predict", str(tmp_path / "run"), str(place), "--out", str(tmp_path / "late.parquet"))
+        assert (done.returncode, "one of the samples or lies among them" in done.stderr) == (2, True)
+    assert "user" in pq.read_schema(tmp_path / "late.parquet").names
+
     write_samples(tmp_path / "less.parquet", test, "gender")
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "less.parquet"))
     assert done.returncode == 2

@@ -18,6 +18,8 @@ from tests.support.command_line import typed
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
 
+from geartrain.workers.ctr.samples.own import OwnSamples  # noqa: E402
+from geartrain.workers.ctr.samples.settings import FeatureSettings  # noqa: E402
 from geartrain.workers.ctr.samples.sources import own_samples  # noqa: E402
 from geartrain.workers.samples.kafka.messages import ArrowMessages, JsonMessages, MessageTables, plan_of  # noqa: E402
 
@@ -172,6 +174,30 @@ def test_the_command_line_is_told_of_its_own_options(tmp_path: Path, what: str) 
     others = ["--column", "user:int64", "--column", "id:int64"] if options[0] == "--column" else []
     done = typed(*command, *options, *others)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("what", ["texts", "lists of texts", "timestamps", "whole decimals", "decimals"])
+def test_a_recipe_is_told_of_its_own_settings(tmp_path: Path, what: str) -> None:
+    column = pa.array([1, 2], pa.decimal128(9, 0)) if what == "whole decimals" else COLUMNS[what]
+    pq.write_table(pa.table({"click": [1, 0], "user": [1, 2], "x": column}), tmp_path / "a.parquet")
+    kind = {"texts": "int64", "lists of texts": "list<int64>"}.get(what)
+    features = {} if kind is None else {"x": FeatureSettings(kind=kind)}
+    with pytest.raises(gt.errors.GeartrainError) as refused:
+        OwnSamples(str(tmp_path / "a.parquet"), features=features)
+    said = str(refused.value)
+    assert "columns says" not in said and "hash_strings" not in said
+    kinds = re.findall(r"--set '?features\.x\.kind=([a-z0-9<>]+)", said)
+    assert kinds, said
+    for kind in kinds:
+        samples = OwnSamples(str(tmp_path / "a.parquet"), features={"x": FeatureSettings(kind=kind)})
+        assert [name for name, *_ in samples.read(0).slice(0, 2).columns()]
+
+
+def test_times_that_are_texts_are_to_be_whole_numbers(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"click": [1], "user": [1], "time": ["2026-01-01"]}), tmp_path / "a.parquet")
+    samples = OwnSamples(str(tmp_path / "a.parquet"), times=False)
+    with pytest.raises(gt.errors.ColumnMismatch, match=r"'time' .* is string; it must be int64; write it as int64"):
+        samples.times(0)
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], None]:
