@@ -340,9 +340,7 @@ class Table:
         plan, calls = self._plan, self._calls
         checked = ids_array(ids, plan.spec.num_rows)
         values, code = ops.as_bits(rows_array(rows, len(checked), plan.spec.dim, dtype=plan.dtype))
-        num_distinct = ops.num_distinct(checked)
-        if num_distinct < len(checked):
-            raise _duplicates(checked, len(checked) - num_distinct)
+        ops.require_distinct(checked)
         prepared = PreparedWrite(
             *(calls.client, plan.facts, checked, values, code),
             is_assign=True,
@@ -479,16 +477,6 @@ def next_step(tables: Sequence[Table]) -> int:
     calls = tables[0]._calls
     replies = calls.read([(shard, Describe()) for shard in range(calls.view.num_shards)])
     return max(table._state_in(reply).next_step for reply in replies for table in tables)
-
-
-def _duplicates(ids: Ids, count: int) -> InvalidArgument:
-    found, counts = np.unique(ids, return_counts=True)
-    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
-    both = np.flatnonzero(ids == ids[first])[:2]
-    return InvalidArgument(
-        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
-        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
-    )
 
 
 def _count(ids: Any) -> int:

@@ -17,6 +17,7 @@ from geartrain.ams.kernels._core import ClassPass as ClassPass
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import DTYPES, Ids
+from geartrain.ams.values.text import counted
 
 NUM_BUCKETS = 4096
 DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}
@@ -113,6 +114,19 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
 def num_distinct(ids: Ids) -> int:
     """Return the number of distinct ids. One comparison each if they ascend."""
     return len(ids) if _core.is_rising(checked_ids(ids)) else len(merge_duplicates(ids)[0])
+
+
+def require_distinct(ids: Ids) -> None:
+    """Raise InvalidArgument if an id to assign occurs twice."""
+    if not (count := len(ids) - num_distinct(ids)):
+        return
+    found, counts = np.unique(ids, return_counts=True)
+    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
+    both = np.flatnonzero(ids == ids[first])[:2]
+    raise InvalidArgument(
+        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
+        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was written"
+    )
 
 
 def first_non_finite(values: npt.NDArray[Any]) -> int:

@@ -188,7 +188,7 @@ class DividedRows:
         return tree_map_only(ShardedTensorRef, lambda apart: self._rows(apart, range(apart.shape[0])), content)
 
     def _rows(self, apart: ShardedTensorRef, wanted: range) -> Tensor:
-        out = torch.empty(len(wanted), *apart.shape[1:], dtype=getattr(torch, apart.dtype))
+        out = torch.empty(len(wanted), *apart.shape[1:], dtype=getattr(torch, apart.dtype), device="cpu")
         for piece in self._pieces:
             first, stop = piece.rows.get(apart.name, (0, 0))
             begin, end = max(first, wanted.start), min(stop, wanted.stop)

@@ -205,7 +205,11 @@ class Communicator:
         """Return the ``data`` of every rank, in rank order; lengths may differ. Two all-gathers between the hosts."""
         if self.is_alone:
             return [data]
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        own = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         sizes = [size for (size,) in self.exchange([len(data)])]
         return [part.numpy().tobytes() for part in torch.split(self.gather(own, sizes), sizes)]
 

@@ -75,7 +75,7 @@ class Layout:
 
     def empty(self) -> Tensor:
         """Return rows [R, D] of zeros, float32, on the host."""
-        return torch.zeros(self.num_rows, self.dim, dtype=torch.float32)
+        return torch.zeros(self.num_rows, self.dim, dtype=torch.float32, device="cpu")
 
     def pack(self, tensors: Sequence[Tensor | None], rows_RD: Tensor) -> None:
         """Copy the tensors to the rows, widened to float32; None counts as zeros. One transfer from each device.

@@ -132,7 +132,7 @@ class BatchRows:
             bags = self.hosted.updates(of_bags)
             of_bag_squares = sum(squares_of(bag) for bag in of_bags if bag is not None)
         # One checksum covers all; each optimizer gets that of all tables.
-        checksum = torch.tensor(squares + of_bag_squares, dtype=torch.float32)
+        checksum = torch.tensor(squares + of_bag_squares, dtype=torch.float32, device="cpu")
         found, first = {}, 0
         for update in self.plan.updates:
             tables = self._of_tables(update, first, sums, unused)

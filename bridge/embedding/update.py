@@ -91,7 +91,7 @@ class EmbeddingGradient:
     @property
     def squares(self) -> Tensor | None:
         """Σ g² (0-dim, float64); None where only shards know some of the gradients."""
-        return None if self.bags else torch.tensor(self._squares, dtype=torch.float64)
+        return None if self.bags else torch.tensor(self._squares, dtype=torch.float64, device="cpu")
 
     def squared_norm(self) -> float:
         """Return Σ g² over :attr:`tables`, in float64."""
@@ -280,7 +280,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 f"{self.name} has hosted fields, and the gradients of several ranks meet in the shards: no rank knows "
                 "their norm. Keep these rows out of clip_grad_norm_, or give the fields where='pull'"
             )
-        total = float(ranks.sum(torch.tensor(self._samples, dtype=torch.float64)))
+        total = float(ranks.sum(torch.tensor(self._samples, dtype=torch.float64, device="cpu")))
         weight = factor * self._samples / total if total else 0.0  # the weight that shards use
         squares = 0.0
         for place, table in enumerate(self.tables):

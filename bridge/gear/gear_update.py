@@ -35,7 +35,7 @@ class GearGradient:
     def merge(self, other: GearGradient) -> None:
         """Add another micro-batch's gradients; an id in both gets the sum, and the older of its feature versions."""
         ids, places, _ = ops.merge_duplicates(np.concatenate([self.ids, other.ids]))
-        gradients_KD = torch.zeros(len(ids), self.gradients_KD.shape[1], dtype=torch.float32)
+        gradients_KD = torch.zeros(len(ids), self.gradients_KD.shape[1], dtype=torch.float32, device="cpu")
         gradients_KD.index_add_(0, torch.from_numpy(places), torch.cat([self.gradients_KD, other.gradients_KD]))
         versions = np.full(len(ids), np.iinfo(np.int64).max)
         np.minimum.at(versions, places, np.concatenate([self.versions, other.versions]))

@@ -464,13 +464,13 @@ class ClassHead(ModuleWithRows):
     def biases(self, ids: Tensor | None = None) -> Tensor:
         """Return biases [N] on the host, of the classes ``ids`` as in :meth:`weights`; zeros without ``bias=True``."""
         if not self.bias:
-            return torch.zeros(self.num_classes if ids is None else len(ids), dtype=torch.float32)
+            return torch.zeros(self.num_classes if ids is None else len(ids), dtype=torch.float32, device="cpu")
         return self._rows(ids)[:, self.dim].contiguous()
 
     def _rows(self, ids: Tensor | None) -> Tensor:
         wanted, inverse = checked_wanted_ids(ids, self.num_classes)
         spec = self.table.spec
-        rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
+        rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype], device="cpu")
         self.table.pull_into(wanted, as_numpy(rows))
         return rows if inverse is None else rows[torch.from_numpy(inverse)]
 

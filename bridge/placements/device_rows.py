@@ -18,11 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.kernels.ops import sample_ids
+from geartrain.ams.kernels.ops import require_distinct, sample_ids
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.compiled_store import distribution_of, table_hash
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import InvalidIds, NonFinite, OutOfMemory
+from geartrain.ams.values.arrays import ids_array, rows_array
+from geartrain.ams.values.errors import NonFinite, OutOfMemory
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import SCALED, Ids, TableSpec
@@ -274,15 +275,13 @@ class DeviceRows:
         return as_numpy(self.stored.ids(torch.arange(self.num_present, device=self.device)).cpu())
 
     def _places(self, ids: Ids) -> Ids:
-        """Return the places of this rank's ids among the ids [N]. Raises InvalidIds if ids without a bound are < 0."""
-        if self.ids.table is not None and len(ids) and ids.min() < 0:
-            raise InvalidIds(f"ids for table {self.spec.name!r} hold {ids.min()}; ids must be >= 0")
+        """Return the places of this rank's ids among the ids [N]."""
         return torch.nonzero(self.ids.are_here(torch.from_numpy(ids)))[:, 0].numpy()
 
     def local(self, ids: Ids) -> tuple[Ids, Tensor]:
         """Return the places among the ids [N] of this rank's ids, and their row numbers on the device.
 
-        Where ids have no bound, rows are created. Raises InvalidIds, OutOfMemory.
+        Where ids have no bound, rows are created. Raises OutOfMemory.
         """
         places = self._places(ids)
         ids_N = torch.from_numpy(ids[places]).to(self.device)
@@ -322,8 +321,11 @@ class DeviceRows:
         return row_digests(as_numpy(self._rows_of(ids).cpu()))
 
     def pull(self, ids: Any) -> Tensor:
-        """Return rows [N, D] of ``ids`` [N] (equal on every rank) on the host. Every rank calls it; one all-reduce."""
-        given = np.asarray(ids, np.int64)
+        """Return rows [N, D] of ``ids`` [N] (equal on every rank) on the host. Every rank calls it; one all-reduce.
+
+        Raises InvalidIds.
+        """
+        given = ids_array(ids, self.spec.num_rows)
         out = np.empty((len(given), self.spec.dim), self.spec.numpy_dtype)
         self.pull_into(given, out)
         return as_tensor(out, self.row_dtype)
@@ -350,9 +352,14 @@ class DeviceRows:
         done.set_result(None)
         return done
 
-    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
-        """Overwrite the rows [N, D] of this rank's ids; their slots become zero."""
-        values = as_tensor(np.ascontiguousarray(rows), self.row_dtype)
+    def assign(self, ids: Any, rows: Any) -> Done:
+        """Overwrite the rows [N, D] of this rank's ids, which are distinct; their slots become zero.
+
+        Raises InvalidIds, InvalidArgument, InvalidRows, NonFinite, OutOfMemory; nothing has changed then.
+        """
+        ids = ids_array(ids, self.spec.num_rows)
+        require_distinct(ids)
+        values = as_tensor(rows_array(rows, len(ids), self.spec.dim, dtype=self.spec.numpy_dtype), self.row_dtype)
         if not bool(torch.isfinite(values).all()):
             raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
         places, numbers = self.local(ids)

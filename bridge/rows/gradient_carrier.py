@@ -133,7 +133,7 @@ def squared_sum(values_ND: Tensor) -> Tensor:
     if values_ND.device.type != "cpu":
         lengths_N: Tensor = torch.linalg.vector_norm(values_ND, dim=1, dtype=torch.float64)
         return lengths_N.square_().sum()
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     is_narrow = values_ND.dtype not in (torch.float32, torch.float64)
     rows = _ROWS_PER_SUM // 8 if is_narrow else _ROWS_PER_SUM
     room_ND = values_ND.new_empty((rows, *values_ND.shape[1:]), dtype=torch.float32) if is_narrow else None

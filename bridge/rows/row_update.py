@@ -138,7 +138,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
     def _squared_norm(self, pending: RowGradient, factor: float) -> float:
         if self.ranks is None:
             return super()._squared_norm(pending, factor)
-        total = float(self.ranks.sum(torch.tensor(self._samples, dtype=torch.float64)))
+        total = float(self.ranks.sum(torch.tensor(self._samples, dtype=torch.float64, device="cpu")))
         weight = factor * self._samples / total if total else 0.0  # as the shards weigh them
         return pending.joint_squared_norm(self.ranks, weight)
 

@@ -58,7 +58,9 @@ class Imprinted:
         if state is None:
             return None
         shared = state["shared"]
-        return Imprinted(state["step"], None if shared is None else torch.tensor(shared, dtype=torch.float64))
+        return Imprinted(
+            state["step"], None if shared is None else torch.tensor(shared, dtype=torch.float64, device="cpu")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

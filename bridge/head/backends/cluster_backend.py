@@ -135,7 +135,7 @@ class ClusterBackend(ABC):
     def _target_cos(self, unit_BD: Tensor, labels_B: Ids, required: SyncGroup | None) -> Tensor:
         """Return cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
         ids, places = np.unique(labels_B, return_inverse=True)
-        rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
+        rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype], device="cpu")
         with counted_as("pull"):
             self.step_table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
         rows_ND = upload(rows_ND, unit_BD.device).to(unit_BD.dtype)

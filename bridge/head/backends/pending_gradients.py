@@ -271,7 +271,9 @@ class StreamedGradient(FactoredGradient):
         failure: Exception | None = None
         with closing(self._blocks(stream, 0)) as blocks:
             for start, stop in stream.bounds():
-                weighted_ND = torch.full((stop - start, self._table.spec.dim), torch.nan, dtype=torch.float32)
+                weighted_ND = torch.full(
+                    (stop - start, self._table.spec.dim), torch.nan, dtype=torch.float32, device="cpu"
+                )
                 try:
                     if failure is None:
                         weighted_ND = next(blocks)[2].float() * weight

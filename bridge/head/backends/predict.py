@@ -77,7 +77,7 @@ class TopOfPulled:
             return
         for start, stop in chunk_bounds(active.num, at_once):
             ids = active.range(start, stop)
-            rows_ND = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
+            rows_ND = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype], device="cpu")
             table.pull_into(ids, as_numpy(rows_ND))
             rows_SD = rows_ND.float().numpy().reshape(-1, table.spec.dim // self._centers)
             found = SearchedRows.of(rows_SD, ids, self._centers, normalised=normalised, threads=threads)
@@ -127,7 +127,10 @@ def top_of_hosted(
     for part_BD in torch.split(own_BD, at_once) if len(own_BD) else ():
         inputs = (HostedInputs(arrays={"features": part_BD.numpy(), **retired}, settings=settings),)
         answers = calls.compute(TOP, lambda _, inputs=inputs: inputs)  # type: ignore[misc]
-        found = _best_of([(torch.tensor(part["scores"]), torch.tensor(part["ids"])) for part in answers], k)
+        found = _best_of(
+            [(torch.tensor(part["scores"], device="cpu"), torch.tensor(part["ids"], device="cpu")) for part in answers],
+            k,
+        )
         scores.append(found[0])
         ids.append(found[1])
     return torch.cat(scores).to(features.device, arithmetic.compute), torch.cat(ids).to(features.device)

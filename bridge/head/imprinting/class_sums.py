@@ -69,7 +69,7 @@ class ClassSums:
         if len(self._sums):
             return torch.from_numpy(self._sums[ids])
         if self._file is None:
-            return torch.zeros(len(ids), self._dim, dtype=torch.float32)
+            return torch.zeros(len(ids), self._dim, dtype=torch.float32, device="cpu")
         with self._on_disk():
             return torch.from_numpy(self._stored(self._file, ids))
 

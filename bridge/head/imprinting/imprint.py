@@ -106,7 +106,7 @@ def _read_all(
     sums: ClassSums, loader: Loader, backbone: nn.Module, backend: RowBackend, report: Callable[[int], None]
 ) -> Tensor:
     """Add all features to the sums; return the sum of their lengths (0-dim, float64)."""
-    images_read, lengths = 0, torch.zeros((), dtype=torch.float64)
+    images_read, lengths = 0, torch.zeros((), dtype=torch.float64, device="cpu")
     ignored = backend.settings.config.ignore_index
     for features_ND, labels_N, weight_N in features_of(
         loader, backbone, backend.settings.dim, backend.live_classes, ignored
@@ -131,7 +131,7 @@ def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int
 
     ``backbone`` runs as in :func:`imprint_rows`.
     """
-    sums = torch.zeros(num_classes, dim + 1, dtype=torch.float32)
+    sums = torch.zeros(num_classes, dim + 1, dtype=torch.float32, device="cpu")
     with in_eval_mode(backbone):
         batches = features_of(loader, backbone, dim, LiveClasses(num_classes), ignore_index)
         for features_ND, labels_N, weight_N in batches:
@@ -156,9 +156,15 @@ def features_of(
         check_features(features, dim)
         ids = checked_labels(labels, len(features), live_classes.num_classes, ignore_index)
         weight_N = (
-            torch.ones(len(ids), dtype=torch.float32) if weight is None else checked_weight(weight, len(ids)).float()
+            torch.ones(len(ids), dtype=torch.float32, device="cpu")
+            if weight is None
+            else checked_weight(weight, len(ids)).float()
         )
-        counts_N = torch.ones(len(ids), dtype=torch.bool) if ignore_index is None else labels.cpu() != ignore_index
+        counts_N = (
+            torch.ones(len(ids), dtype=torch.bool, device="cpu")
+            if ignore_index is None
+            else labels.cpu() != ignore_index
+        )
         live_classes.require(ids[counts_N.numpy()], "label")
         counts_N &= weight_N > 0
         yield (

@@ -62,7 +62,7 @@ class CenterMaker:
         when they are written, ``are_made`` says which ids are among them. Pulls up to 32 MiB of the other rows,
         unless these are at least half of all classes, or the rows have not moved since such a half was made.
         """
-        num, total_D, of_sums = 0, torch.zeros(()), 0.0
+        num, total_D, of_sums = 0, torch.zeros((), device="cpu"), 0.0
         for sums_SD in sums:
             units_SD = normalize(sums_SD.double(), eps=NORM_FLOOR)
             num, total_D = num + len(units_SD), total_D + units_SD.sum(0)
@@ -112,7 +112,7 @@ def _sample(backend: RowBackend, are_made: Callable[[Ids], npt.NDArray[np.bool_]
     ids = ids[~are_made(ids)]
     if not len(ids):
         return None
-    rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
+    rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype], device="cpu")
 
     def pull() -> None:
         table.pull_into(ids, as_numpy(rows))

@@ -85,7 +85,7 @@ def dominant_centers(
     counts_CK = np.zeros((num_classes, sub_centers), np.float32)
     for features_ND, labels_N, weight_N in batches:
         ids, places = np.unique(labels_N.numpy(), return_inverse=True)
-        rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
+        rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype], device="cpu")
         table.pull_into(ids, as_numpy(rows))
         unit_NKD = normalize(rows.float().view(len(ids), sub_centers, features_ND.shape[1]), dim=2)[places]
         chosen_N = (unit_NKD * features_ND.unsqueeze(1)).sum(2).argmax(1)
@@ -126,7 +126,7 @@ def whole_rows(spec: TableSpec, ids: Ids, centers_ND: Tensor) -> np.ndarray:
     dim = centers_ND.shape[1]
     if spec.dim <= dim + 1:
         return as_numpy(with_zeros(centers_ND, spec.dim))
-    rows = torch.empty(len(ids), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
+    rows = torch.empty(len(ids), spec.dim, dtype=TORCH_DTYPES[spec.dtype], device="cpu")
     as_numpy(rows)[:] = initial_rows(spec, ids)
     rows[:, :dim] = centers_ND
     return as_numpy(rows)

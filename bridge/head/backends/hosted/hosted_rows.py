@@ -126,7 +126,7 @@ class RowsOnShards:
                 _fill(sums, arrays, part.start, part.stop)
                 batch.num_active += int(arrays["num_active"][0]) if part.start == 0 else 0
                 if sums.row_sum_PD is not None and part.start == 0:
-                    sums.row_sum_PD[0].copy_(torch.tensor(arrays["row_sum"]))
+                    sums.row_sum_PD[0].copy_(torch.tensor(arrays["row_sum"], device="cpu"))
                     spread_over += float(arrays["row_weight"][0])
         batch.spread_over = spread_over
         softmax.move()
@@ -242,11 +242,11 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
     """Copy a shard's answer for samples ``start`` … ``stop`` − 1 into the sums."""
     for name, values_PB in (("shift", sums.shift_PB), ("sum", sums.sum_PB), ("highest", sums.highest_PB)):
         if values_PB is not None:
-            values_PB[0, start:stop] = torch.tensor(arrays[name])
+            values_PB[0, start:stop] = torch.tensor(arrays[name], device="cpu")
     if sums.weighted_PBD is not None:
-        sums.weighted_PBD[0, start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_PBD)
-    samples = torch.tensor(arrays["target_samples"]) + start
-    sums.target_rows_BD[samples] = torch.tensor(arrays["target_rows"]).to(sums.target_rows_BD)
+        sums.weighted_PBD[0, start:stop] = torch.tensor(arrays["weighted"], device="cpu").to(sums.weighted_PBD)
+    samples = torch.tensor(arrays["target_samples"], device="cpu") + start
+    sums.target_rows_BD[samples] = torch.tensor(arrays["target_rows"], device="cpu").to(sums.target_rows_BD)
 
 
 class _Pending:
@@ -332,7 +332,9 @@ class HostedGradient:
             ]
             return self._squared_norm(inputs)
 
-        return float(ranks.sum(torch.tensor(ranks.first_then_others(fetch, lambda: 0.0), dtype=torch.float64)))
+        return float(
+            ranks.sum(torch.tensor(ranks.first_then_others(fetch, lambda: 0.0), dtype=torch.float64, device="cpu"))
+        )
 
     def discard(self) -> None:
         """Do nothing: only the batches are held."""

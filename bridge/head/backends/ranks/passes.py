@@ -276,7 +276,9 @@ class RankGradient(FactoredGradient):
             return table.link.sum(self._fused_gradient.squares())
         parts = self._over_chunks(squares, use_kept=False)
         if table.device.type == "cpu":
-            return table.link.sum(torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64))
+            return table.link.sum(
+                torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64, device="cpu")
+            )
         nothing = torch.zeros((), dtype=torch.float64, device=table.device)
         return table.link.sum(torch.stack([nothing, *parts]).sum())
 

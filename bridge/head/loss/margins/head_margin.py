@@ -103,7 +103,8 @@ class HeadMargin:
         """
         self.set(self._resumed(state))
         self._learned = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in state["margin_learned"].items()
+            name: torch.tensor(value, dtype=torch.float64, device="cpu")
+            for name, value in state["margin_learned"].items()
         }
 
     def require_resumable(self, state: Mapping[str, Any]) -> None:

@@ -158,8 +158,33 @@ def test_rows_are_assigned_and_pulled_by_their_ids() -> None:
     rows.assign(ids[:300].numpy(), torch.arange(600.0).view(300, 2).numpy())
     assert rows.num_present == 300
     assert torch.equal(rows.pull(ids[[299, 7, 7]]), torch.tensor([[598.0, 599], [14, 15], [14, 15]]))
-    with pytest.raises(gt.errors.InvalidIds, match="-3; ids must be >= 0"):
+    rows.assign(torch.tensor([5]), torch.tensor([[3.0, 4]]))
+    assert torch.equal(rows.pull(torch.tensor([5])), torch.tensor([[3.0, 4]]))
+    with pytest.raises(gt.errors.InvalidIds, match="id -3 at index 1 is out of range"):
         rows.pull([4, -3])
+
+
+def test_ids_and_rows_on_ranks_are_checked_as_those_of_a_cluster() -> None:
+    rows = gt.Embedding(None, "t", 2, rows="ranks", num_rows=9).table("t")
+    before, one = rows.pull(range(9)), torch.ones(1, 2)
+    for ids, message in (
+        ([9], "id 9 at index 0 is out of range"),
+        ([-1], "id -1 at index 0 is out of range"),
+        ([1.5], "dtype float64; they must be integers"),
+        ([[1, 2]], r"shape \(1, 2\); they must be one-dimensional"),
+    ):
+        for action in (rows.pull, lambda ids: rows.assign(ids, one)):
+            with pytest.raises(gt.errors.InvalidIds, match=message):
+                action(ids)
+    for ids, values, message in (
+        ([4, 4], one.expand(2, 2), "1 duplicate: id 4 is at positions 0 and 1"),
+        ([1], one[:, :1], r"rows have shape \(1, 1\); 1 ids of dim 2 need \(1, 2\)"),
+        ([1], one.double(), "rows have dtype float64; allowed: float32"),
+        ([1], one / 0, "NaN or infinity"),
+    ):
+        with pytest.raises(gt.errors.GeartrainError, match=message):
+            rows.assign(ids, values)
+    assert torch.equal(rows.pull(range(9)), before)
 
 
 def test_rows_go_to_another_device_with_their_numbers_and_to_a_snapshot_if_there_are_none(tmp_path: Path) -> None:
