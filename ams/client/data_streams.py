@@ -156,6 +156,10 @@ class DataStreams:
         """Return which worker holds each stream of the job now; none before the first lease."""
         return self._call(DescribeHolders(job=self._reader.job))
 
+    def has_others(self) -> bool:
+        """Return whether other processes have leased streams of the job, and may again: a restore fences them off."""
+        return bool({*self.holders().incarnations.values()} - {self._reader.incarnation})
+
     def restore(self, cursors: Cursors) -> None:
         """Reset the job to ``cursors``, one for each stream: ends every lease and fences off lower incarnations.
 

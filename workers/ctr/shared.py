@@ -138,10 +138,9 @@ class SharedBatches(ClickBatches):
     @property
     def has_others(self) -> bool:
         try:
-            known = self._streams().holders().incarnations.values()
+            return self._streams().has_others()
         except SchedulerUnavailable:
             return True
-        return bool({*known} - {self._cluster.write_stream.incarnation})
 
     def settle(self) -> bool:
         self.close()

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect, local
+from geartrain.ams.client.jobs.worker_steps import worker_name
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -384,12 +385,15 @@ def _run_on(
 
 
 def _drop_unsaved(cluster: Cluster, job: str, out: Path, kind: type[BaseException] | None, *_: Any) -> None:
-    """Drop the tables of a new job that ends with an error before its first snapshot: nothing resumes with them."""
+    """Drop the tables of a new job that ends with an error before its first snapshot, unless other workers train on
+    them: nothing resumes with them.
+    """
     if kind is None or issubclass(kind, LOST):
         return
     with suppress(GeartrainError):
         run = read_run(out) if has_run(out) else None
-        if run is None or run.job != job or not has_snapshot(run):
+        is_saved = run is not None and run.job == job and has_snapshot(run)
+        if not (is_saved or cluster.streams(job, worker=worker_name(job, None), num_streams=1).has_others()):
             drop_tables(cluster, job)
 
 

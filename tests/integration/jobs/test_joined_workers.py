@@ -200,18 +200,22 @@ def test_a_first_worker_that_stops_leaves_the_rows_to_others_though_they_hold_no
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_run_that_ends_before_its_first_snapshot_leaves_no_tables(
-    data: Path, scheduler: str, error: type[BaseException]
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_run_that_ends_before_its_first_snapshot_leaves_no_tables_but_those_of_others(
+    data: Path, scheduler: str, error: type[BaseException], has_others: bool
 ) -> None:
     class Failing(ClickTrainer):
         def start(self, _: Any) -> None:
             assert self.cluster is not None and self.cluster.table_incarnations()
+            if has_others:
+                with gt.connect(scheduler) as cluster:
+                    cluster.streams(self.attempt.progress.table, worker="another", num_streams=NUM_STREAMS).lease()
             raise error
 
     with pytest.raises(error):
         run_job(Failing, options_of(data, scheduler), Console(quiet=True))
     with gt.connect(scheduler) as cluster:
-        assert not cluster.table_incarnations()
+        assert bool(cluster.table_incarnations()) == has_others
 
 
 def test_a_first_worker_that_fails_releases_its_samples(

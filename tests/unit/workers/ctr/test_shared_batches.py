@@ -24,38 +24,39 @@ from geartrain.workers.data.streams import NUM_STREAMS
 FREE, HELD = (None, None), (None, "other")
 
 
-def cluster_of(replies: Iterable[Any], cursors: Iterable[Any] = (), leased: Iterable[int] = (5,)) -> Any:
-    """A cluster whose scheduler says one after another who holds the streams, and where they are; ``leased`` are the
-    incarnations of the workers that ever had a lease, of which 5 is this one.
-    """
+def cluster_of(replies: Iterable[Any], cursors: Iterable[Any] = ()) -> Any:
+    """A cluster whose scheduler says one after another who holds the streams, and where they are."""
     said, at = iter(replies), iter(cursors)
-    incarnations = {f"host:{number}": number for number in leased}
 
     def holders() -> Any:
         if (found := next(said)) is None:
             raise SchedulerUnavailable("away")
-        return SimpleNamespace(holders=found, incarnations=incarnations)
+        return SimpleNamespace(holders=found)
 
-    streams = SimpleNamespace(job="run", num_streams=1, patience_seconds=0.0, holders=holders, cursors=lambda: next(at))
-    return SimpleNamespace(streams=lambda *_, **__: streams, write_stream=SimpleNamespace(incarnation=5))
+    streams = SimpleNamespace(
+        job="run",
+        num_streams=1,
+        patience_seconds=0.0,
+        holders=holders,
+        has_others=lambda: any(holders().holders),
+        cursors=lambda: next(at),
+    )
+    return SimpleNamespace(streams=lambda *_, **__: streams)
 
 
 class NoBatches(SharedBatches):
     some = None  # type: ignore[assignment]
 
 
-def shared_batches(replies: Iterable[Any], cursors: Iterable[Any] = (), **leased: Iterable[int]) -> SharedBatches:
+def shared_batches(replies: Iterable[Any], cursors: Iterable[Any] = ()) -> SharedBatches:
     reader: Any = lambda: SimpleNamespace(close=lambda: None)  # noqa: E731
     no: Any = None
-    return NoBatches(reader, 2, "", CtrRecipe(), no, cluster_of(replies, cursors, **leased), "run", None)
+    return NoBatches(reader, 2, "", CtrRecipe(), no, cluster_of(replies, cursors), "run", None)
 
 
-def test_there_are_others_once_another_one_had_a_lease_or_the_scheduler_cannot_say() -> None:
-    alone = shared_batches([FREE, None])
-    assert [alone.has_others for _ in range(2)] == [False, True]
-    for silent in ([4], [5, 6]):  # it may have been paused for longer than its lease
-        assert shared_batches([FREE], leased=silent).has_others
-    assert not shared_batches([()], leased=()).has_others
+def test_there_are_others_where_the_scheduler_says_so_or_cannot_say() -> None:
+    batches = shared_batches([FREE, HELD, None])
+    assert [batches.has_others for _ in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("has_ended", "seconds"), [(False, 0.4 + 1.5), (True, 0.0)])
