@@ -151,7 +151,7 @@ class TrainingRun:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except lost as exc:
-            self._leave_after(exc)
+            self._release_after(exc)
             if stop() and self._snapshots.last is not None:
                 self._state = "stopped"
                 say(self._stopped_line())
@@ -163,10 +163,10 @@ class TrainingRun:
             self._state = "failed"
             raise
         except ResumeFromSnapshot as exc:
-            self._leave_after(exc)
+            self._release_after(exc)
             raise
         except BaseException as exc:
-            self._leave_after(exc)
+            self._release_after(exc)
             self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
             raise
         finally:
@@ -174,7 +174,7 @@ class TrainingRun:
             said = stop.saved()
             stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
 
-    def _leave_after(self, exc: BaseException) -> None:
+    def _release_after(self, exc: BaseException) -> None:
         """Release unread samples to the other workers, which would wait until the lease ends. A scheduler that was
         waited for already, or a person who wants to stop at once, is not made to wait."""
         if isinstance(exc, Exception) and not isinstance(exc, SchedulerUnavailable):

@@ -257,9 +257,9 @@ def train(
                 again = " ".join(map(quote, ["geartrain", *sys.argv[1:]]))
                 where = resume or out or Path("runs") / job
                 stop.saved = partial(resume_hint, where, snapshots, go_on=again)
-            if os.environ.get("RANK", "0") == "0":
-                line = f"geartrain worker {job}: loads PyTorch, then network and data"
-                print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+            lines = sys.stderr if as_json else sys.stdout
+            if lines.isatty():  # a person would wait for seconds before the first line
+                print(f"geartrain worker {job}: loads PyTorch, then network and data", file=lines, flush=True)
             failpoints.reach("job.torch.before")
             from geartrain.cli.shared.consoles import plain_console
             from geartrain.workers import jobs  # loads torch
