@@ -53,6 +53,7 @@ from geartrain.ams.values.specs import (
     TableSpec,
     checked_wire_dtype,
 )
+from geartrain.ams.values.text import quoted
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.client.remote import RemoteGears
@@ -269,6 +270,8 @@ class Cluster:
 
         If a graph service does not answer, that is logged only: its graph is of rows that are gone.
         """
+        if not isinstance(name, str):
+            raise InvalidArgument(f"table name {quoted(name)} must be a string")
         self._scheduler.drop_table(name)
         if (graphs := self._graphs_of_tables) is not None:
             try:

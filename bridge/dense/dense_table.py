@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.writes import RowWrite, Write
+from geartrain.ams.values.arguments import boolean, real_number
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
 from geartrain.ams.values.specs import DTypeName, checked_wire_dtype
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.dense.factory import Store, open_stores, width_of
 from geartrain.bridge.dense.host_values import HostValues
 from geartrain.bridge.dense.layout import Layout
@@ -407,8 +409,13 @@ def attach(
         NonFinite: A weight is NaN or infinite.
         ClusterNotReady: No worker created the tables in time.
     """
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"module is {quoted(module)}; it must be a torch.nn.Module")
+    if not hasattr(cluster, "create_table"):
+        raise InvalidArgument(f"cluster is {quoted(cluster)}; give that of gt.local() or gt.connect(...)")
     if mode not in ("async", "sync"):
         raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")
+    reuse, wait_seconds = boolean("reuse", reuse), real_number("wait_seconds", wait_seconds)
     if process_group is not None and mode != "sync":
         raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
     checked_wire_dtype(wire_dtype, name, "float32")  # before there is a table

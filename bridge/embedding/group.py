@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -104,8 +104,7 @@ class EmbeddingGroup(nn.Module):
         """
         super().__init__()
         self.name = name
-        self.fields = tuple(fields)
-        _require_fields(name, self.fields)
+        self.fields = _checked_fields(name, fields)
         checked_mode(mode)
         self.cluster = cluster
         self.per_node = per_node
@@ -120,7 +119,7 @@ class EmbeddingGroup(nn.Module):
             },
             optimizer=optimizer,
             seed=seed,
-            reuse=reuse,
+            reuse=boolean("reuse", reuse),
             mode=mode,
             process_group=process_group,
             device_cache_bytes=integer("device_cache_bytes", device_cache_bytes, 0),
@@ -327,10 +326,13 @@ class Embedding(EmbeddingGroup):
         return super().vectors_of(merged)[self.fields[0].name]
 
 
-def _require_fields(name: str, fields: Sequence[Field]) -> None:
-    for field in fields:
+def _checked_fields(name: str, fields: Sequence[Field]) -> tuple[Field, ...]:
+    if not isinstance(fields, Iterable):
+        raise InvalidArgument(f"the fields of {name!r} are {quoted(fields)}; give a list: [gt.Field('user', dim=16)]")
+    for field in (found := tuple(fields)):
         if not isinstance(field, Field):
             raise InvalidArgument(f"a field of {name!r} is {quoted(field)}; it must be a gt.Field('user', dim=16)")
+    return found
 
 
 def _checked_rows(rows: str) -> str:

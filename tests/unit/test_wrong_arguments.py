@@ -160,6 +160,17 @@ READ_ONLY.flags.writeable = False
             "path is None; it must be the name of a file",
         ),
         (lambda _: gt.PartialFC("0.1"), "sample_rate is '0.1'; it must be a number"),
+        (lambda it: it.cluster.drop_table(None), "table name None must be a string"),
+        (lambda it: gt.EmbeddingGroup(it.cluster, "g", None), r"the fields of 'g' are None; give a list: \[gt.Field"),
+        (lambda it: gt.EmbeddingGroup(it.cluster, "g", gt.Field("a", dim=4)), r"are Field\(name='a'.*; give a list"),
+        (lambda it: gt.EmbeddingGroup(it.cluster, "g", [gt.Field("a", dim=4)], reuse="x"), "reuse is 'x'"),
+        (lambda it: gt.attach(5, it.cluster, name="a"), "module is 5; it must be a torch.nn.Module"),
+        (lambda _: gt.attach(torch.nn.Linear(2, 2), None, name="a"), r"cluster is None; give that of gt.local\(\)"),
+        (lambda it: gt.attach(torch.nn.Linear(2, 2), it.cluster, name="a", reuse="x"), "reuse is 'x'"),
+        (
+            lambda it: gt.attach(torch.nn.Linear(2, 2), it.cluster, name="a", wait_seconds="1"),
+            "wait_seconds is '1'; it must be a number",
+        ),
     ],
 )
 def test_arguments_of_calls_are_named(cluster: Cluster, call: Callable[[Any], object], named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -198,7 +199,14 @@ def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> N
 
 
 def worse_than_guessing(found: Mapping[str, Any]) -> str | None:
-    """Return a warning if the log loss (of :func:`measured`) is above that of the mean click rate, else None."""
+    """Return a warning if the log loss (of :func:`measured`) is above that of the mean click rate, or if all samples
+    have one outcome, else None.
+    """
+    if math.isnan(found["auc"]):
+        return (
+            "Of the held-out samples all are clicked or none is: there is no AUC, and a log loss tells nothing. Give "
+            "samples of both kinds; the column click says 0 for those that were shown and not clicked"
+        )
     if found["log_loss"] <= found["log_loss_of_the_mean"]:
         return None
     return (

@@ -138,6 +138,14 @@ def alter(
     settings: dict[str, Any] = dict.fromkeys(without or ())
     if wrong := settings.keys() - {"max_bytes", "expiry", "admission"}:
         raise ConfigError(f"--without is {min(wrong)!r}; it must be max_bytes, expiry or admission")
+    given: dict[str, dict[str, float | None]] = {
+        "max_bytes": {"--max-bytes": max_bytes},
+        "expiry": {"--unseen-steps": unseen_steps, "--unseen-seconds": unseen_seconds},
+        "admission": {"--min-count": min_count},
+    }
+    for key in settings:
+        if both := [flag for flag, value in given[key].items() if value is not None]:
+            raise ConfigError(f"{both[0]} and --without {key} contradict each other; give one of them")
     if max_bytes is not None:
         settings["max_bytes"] = max_bytes
     if unseen_steps is not None or unseen_seconds is not None:

@@ -139,6 +139,9 @@ def plan(
     check_fit(fit, classes, batch_size, hardware)
     if (ids is None) == (classes is None and fit != "classes"):
         raise ConfigError("give --classes or --fit classes for a class head, or --ids for a hashed table")
+    said = {"--adam": adam, "--optimizer": optimizer, "--momentum" if momentum else "--sgd": momentum is not None}
+    if len(named := [name for name, value in said.items() if value]) > 1:
+        raise ConfigError(f"{' and '.join(named)} each say the rows' optimizer; give one of them")
     num_shards = hosts if shards is None else shards
     if ids is not None:
         from geartrain.ams.values.expiry.rules import Unseen

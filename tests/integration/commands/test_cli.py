@@ -119,6 +119,18 @@ def test_a_wrong_number_is_named_with_its_option(arguments: list[str], said: str
 
 
 @pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--classes", "9", "--momentum", "--adam"], "--adam and --momentum"),
+        (["--ids", "9", "--sgd", "--optimizer", "adam"], "--optimizer and --sgd"),
+    ],
+)
+def test_a_plan_of_two_optimizers_is_refused(options: list[str], named: str) -> None:
+    done = typed("plan", "--dim", "8", *options)
+    assert (done.returncode, f"{named} each say the rows' optimizer" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["worker", "classify", "--data", "/nope"], "/nope is not there"),

@@ -87,6 +87,7 @@ def test_a_table_is_altered_by_a_command(served: Callable[..., ServedCluster]) -
     for wrong, match in (
         ([], "say what to alter: --max-bytes"),
         (["--without", "dim"], "--without is 'dim'; it must be max_bytes, expiry or admission"),
+        (["--without", "expiry", "--unseen-seconds", "5"], "--unseen-seconds and --without expiry contradict"),
         (["--optimizer", "lr"], r"--optimizer is \['lr'\]; each must be a name and a number: lr=0.05"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from rich.console import Console
 
@@ -23,6 +24,12 @@ def test_of_clicks_below_the_mean_click_rate() -> None:
     clicks = np.array([0, 0, 0, 1])
     assert worse_than_guessing(measured(Scores(np.array([0.2, 0.2, 0.2, 0.4]), clicks, None))) is None
     assert "row_lr" in str(worse_than_guessing(measured(Scores(np.array([0.9, 0.9, 0.9, 0.1]), clicks, None))))
+
+
+@pytest.mark.parametrize("clicked", [0, 1])
+def test_samples_of_one_outcome_are_said_to_tell_nothing(clicked: int) -> None:
+    said = worse_than_guessing(measured(Scores(np.array([0.2, 0.4]), np.full(2, clicked), None)))
+    assert "all are clicked or none is" in str(said) and "row_lr" not in str(said)
 
 
 def test_of_images_below_the_commonest_class() -> None:
