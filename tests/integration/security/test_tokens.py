@@ -517,16 +517,16 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
 ) -> None:
     name = f"renewed{shared_memory}"
     path = folder / f"{name}.token"
-    create_token(folder, "renewed", MINE, 3 / 86_400, path)
+    create_token(folder, "renewed", MINE, 8 / 86_400, path)
     as_program(name)
     with gt.connect(address, config=QUICK.model_copy(update={"shared_memory": shared_memory})) as cluster:
         table = cluster.table("mine/rows")
         before, steps = table.pull([9]), 0
         until = renew_at = time.monotonic() + 1
-        until += 6
+        until += 9
         while time.monotonic() < until:
             if time.monotonic() > renew_at:
-                create_token(folder, "renewed", MINE, 3 / 86_400, path)
+                create_token(folder, "renewed", MINE, 8 / 86_400, path)
                 renew_at += 1
             table.push([9], np.ones((1, 4), np.float32))
             steps += 1
