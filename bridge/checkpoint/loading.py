@@ -68,7 +68,7 @@ def load(
             nothing was changed. If not ``strict``: a table has other settings, or the two have nothing in common.
         TableExists: Rows were trained and ``replace`` is False; nothing was changed.
         InvalidArgument: Gradients wait for a step, ``state`` has a name that was not saved, or an optimizer trains rows
-            of other tables.
+            of other tables. If not ``strict``: tables of two clusters share a name.
         ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, as rows may
             have been loaded already.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ def common_parts(
     plain: PlainNames,
 ) -> CommonParts:
     """Compare a model with the saved one. Raises SpecMismatch for a table of both that differs, and if there is nothing
-    that both have; InvalidArgument where rows of the model are not in a cluster.
+    that both have; InvalidArgument where rows of the model are not in a cluster, or tables of two have one name.
     """
     own = {name for name, placement in placements.items() if placement.cluster is None}
     if own:
@@ -69,13 +70,21 @@ def common_parts(
         if isinstance(extra := saved.get(_extra_state_of(name)), Mapping):
             placements[name].require_state(extra)
     mine = {spec.name: spec for placement in placements.values() for spec in placement.specs()}
+    places = {(id(placement.cluster), spec.name) for placement in placements.values() for spec in placement.specs()}
+    names = Counter(name for _, name in places)
     tables: dict[str, list[str]] = {}
     known: dict[str, TableSpec] = {}
     for rows in record.rows:
         found = [TableSpec.from_dict(spec) for spec in open_rows(folder, rows).manifest.tables]
+        names.update(spec.name for spec in found if spec.name in known)
         known |= {spec.name: spec for spec in found}
         tables[rows.folder] = [spec.name for spec in found if spec.name in mine]
     for name in known.keys() & mine.keys():
+        if names[name] > 1:
+            raise InvalidArgument(
+                f"tables of two clusters are called {name!r}, and strict=False knows tables by their names: load with "
+                "strict=True, or give one of them another name; nothing was changed"
+            )
         if unlike := known[name].fixed_unlike(mine[name]):
             raise SpecMismatch(
                 f"table {name!r} of {folder} differs from this one's: {unlike}. Make it with "

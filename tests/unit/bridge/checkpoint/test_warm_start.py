@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,3 +142,17 @@ def test_a_snapshot_of_the_cluster_is_a_warm_start_too(tmp_path: Path) -> None:
         )
         assert torch.equal(group.table("item").pull(IDS), rows)
         assert [table.name for table in cluster.status().tables] == ["ctr/item", "ctr/brand"]
+
+
+def test_tables_of_two_clusters_that_share_a_name_are_refused(tmp_path: Path) -> None:
+    with gt.local() as one, gt.local() as other:
+        both = nn.ModuleList(gt.Embedding(cluster, "items", dim=2) for cluster in (one, other))
+        tables = [cluster.table("items") for cluster in (one, other)]
+        for value, table in enumerate(tables, 1):
+            table.assign([5], np.full((1, 2), value, np.float32))
+        gt.save(both, tmp_path / "both")
+        gt.save(both[0], tmp_path / "one")
+        for folder, model in (("both", both), ("both", both[0]), ("one", both)):
+            with pytest.raises(gt.errors.InvalidArgument, match="tables of two clusters are called 'items'"):
+                gt.load(model, tmp_path / folder, strict=False, replace=True)
+        assert [table.pull([5])[0, 0] for table in tables] == [1, 2]
