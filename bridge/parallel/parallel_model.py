@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 from geartrain.bridge.parallel.overlap.split_parts import SplitParts
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope
-from geartrain.bridge.parallel.split.agreement import END, LOSS, StepAgreement
+from geartrain.bridge.parallel.split.agreement import BUFFERS, END, LOSS, StepAgreement
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import SplitLogits
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -123,8 +123,9 @@ class ParallelModel(nn.Module):
         ``loss`` with ``reduction`` "mean", or without such an attribute, counts as a mean over samples: if some labels
         do not count, pass ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
 
-        The first call in ``eval()`` after training gives every rank the buffers of rank 0, such as the statistics of
-        batch norm, unless it has no labels and nothing is split: then one rank may call alone, with its own.
+        The first call in ``eval()`` after a training step gives every rank the buffers of rank 0, such as the
+        statistics of batch norm, unless it has no labels and nothing is split: then one rank may call alone, with its
+        own.
 
         Without labels it is the model's output; of split logits, in ``eval()``, all classes of the own samples [S, C],
         in training :class:`SplitLogits`, which ``F.cross_entropy`` accepts. A tuple or dict as ``inputs`` is several
@@ -176,8 +177,9 @@ class ParallelModel(nn.Module):
         # A whole model that only checks its samples may do so on one rank.
         meets = self._agreement.has_layers or labels is not None or (self.training and torch.is_grad_enabled())
         if meets:
-            self._share_buffers()
             self._agreement.start_forward(has_labels=labels is not None, trains=self.training)
+            self._share_buffers()
+            self._agreement.collectives_end()
         if self._parted is not None and labels is not None and self.training and torch.is_grad_enabled():
             return self.loss_of_split(self._logits_of_parts(self._parted, inputs, options), labels)
         output = self.output(inputs, options)
@@ -193,7 +195,8 @@ class ParallelModel(nn.Module):
 
     def _share_buffers(self) -> None:
         """Give all ranks the same buffers before an evaluation, as DDP does before a training step."""
-        if self._has_own_buffers and not self.training:
+        if self._has_own_buffers and not self.training and self.replicas.buffers():
+            self._agreement.agree(BUFFERS)
             self.replicas.share_buffers()
         self._has_own_buffers = self.training
 

@@ -115,12 +115,16 @@ class Replicas:
         self._passes.forward_ends(output)
         return output
 
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers of the whole and the sharded modules."""
+        return _distinct(self._modules, nn.Module.buffers)
+
     def share_buffers(self) -> None:
         """Overwrite the buffers, such as the statistics of batch norm, by rank 0's. One broadcast of each; collective.
 
         Raises RankLost.
         """
-        for buffer in _distinct(self._modules, nn.Module.buffers):
+        for buffer in self.buffers():
             self._link.broadcast_from_first(buffer)
 
     def gather_anew(self) -> None:

@@ -144,7 +144,7 @@ def _environment_settings(environ: Mapping[str, str]) -> Iterator[Setting]:
     keys = [(name, key) for name, section in sections().items() for key in section.model_fields]
     misspelt = {f"{PREFIX}{name}_{key}".upper(): f"{PREFIX}{name}{DELIMITER}{key}".upper() for name, key in keys}
     for name, value in environ.items():
-        if (meant := misspelt.get(name.upper())) is not None:
+        if value and (meant := misspelt.get(name.upper())) is not None:
             raise ConfigError(f"environment variable {name} would be ignored; write {meant}, with two underscores")
         if _is_setting(name) and value:
             section, _, key = name[len(PREFIX) :].lower().rpartition(DELIMITER)

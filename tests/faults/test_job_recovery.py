@@ -111,6 +111,7 @@ def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
             kills.pop()
             while not list_snapshots(tmp_path / "run" / "snapshots"):  # else that of step 10 would wait for it
                 assert running.process.poll() is None
+                time.sleep(0.05)
             before = cluster_status(running.facts["scheduler"]).shards[0].incarnation
             kill_child(psutil.Process(running.process.pid), "server")
             while True:  # its tables lack rows, so that the cluster is not ready

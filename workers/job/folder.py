@@ -275,7 +275,7 @@ def move_aside(folder: Path) -> Path | None:
         return None
     if aside.exists() and not _has_saved(folder):
         for part in (folder / name for name in there):
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
+            part.unlink() if part.is_symlink() or not part.is_dir() else shutil.rmtree(part)
         return None
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

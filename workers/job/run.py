@@ -16,7 +16,6 @@ from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import (
     GeartrainError,
     NonFinite,
-    SchedulerUnavailable,
     SnapshotError,
     SnapshotFailed,
     TableNotFound,
@@ -144,14 +143,11 @@ class TrainingRun:
                 say(self._stopped_line())
             ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
             if self._is_first and not finished and trainer.has_others:
-                say(
-                    "The rows stay in the cluster until the run is resumed and ends: other workers have trained on them"
-                )
+                say("The rows stay in the cluster until the run is resumed and ends: other workers may train on them")
             elif self._is_first:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except lost as exc:
-            self._release_after(exc)
             if stop() and self._snapshots.last is not None:
                 self._state = "stopped"
                 say(self._stopped_line())
@@ -162,24 +158,18 @@ class TrainingRun:
                 raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
             self._state = "failed"
             raise
-        except ResumeFromSnapshot as exc:
-            self._release_after(exc)
+        except ResumeFromSnapshot:
             raise
         except BaseException as exc:
-            self._release_after(exc)
+            if isinstance(exc, Exception):  # not where a person wants to stop at once
+                with suppress(GeartrainError):
+                    trainer.leave()  # else other workers wait until the lease ends
             self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
             raise
         finally:
             trainer.events.close()
             said = stop.saved()
             stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
-
-    def _release_after(self, exc: BaseException) -> None:
-        """Release unread samples to the other workers, which would wait until the lease ends. A scheduler that was
-        waited for already, or a person who wants to stop at once, is not made to wait."""
-        if isinstance(exc, Exception) and not isinstance(exc, SchedulerUnavailable):
-            with suppress(GeartrainError):
-                self._trainer.leave()
 
     def _trained_to_the_end(
         self, stop: Interruption, lost: tuple[type[Exception], ...]

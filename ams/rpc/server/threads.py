@@ -164,7 +164,8 @@ class CallThreads(ThreadPoolExecutor):
                 now = time.monotonic()
                 stalled, looked = max(0.0, now - looked - seconds), now
                 for call in self._reading:  # while this process had no processor, messages could not arrive
-                    call.began = call.began and min(call.began + stalled, now)
+                    if call.began is not None:  # its thread sets it at any moment
+                        call.began = min(call.began + stalled, now)
                 begun = sorted((call.began, id(call), call) for call in self._reading if call.began is not None)
                 slow = [reading for n, (began, _, reading) in enumerate(begun) if now - began > self._backoff(n)]
                 self._ended.update(reading.peer for reading in slow)

@@ -16,7 +16,8 @@ _WHETHER = ("whether a gradient is wanted", "whether labels are given", "whether
 _NOTHING = [0] * (2 + len(_WHAT))
 
 LOSS, WHOLE, END = "the loss", "all classes of the own samples", "the end of the step"
-_MEETINGS = (LOSS, WHOLE, END)
+BUFFERS = "the buffers of rank 0"
+_MEETINGS = (LOSS, WHOLE, END, BUFFERS)
 """Meeting points of the ranks besides the split layers."""
 
 
@@ -67,7 +68,8 @@ class StepAgreement:
         return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
     def agree(self, where: str, check: Callable[[], None] = lambda: None) -> None:
-        """Raise on every rank if ``check()`` does on any, or if they are not all at ``where``: LOSS, WHOLE or END."""
+        """Raise on every rank if ``check()`` does on any, or if they are not all at ``where``, one of the
+        points named above."""
         self.sizes(where, torch.empty(0), check)
 
     def collectives_end(self) -> None:

@@ -112,8 +112,8 @@ class StagedModel(ParallelModel):
         for link in self._links:
             link.open()
         self._has_exchanged_result = False
-        self._share_buffers()
         try:
+            self._share_buffers()
             if self._at.previous is not None and (inputs is not None or labels is not None or options):
                 raise InvalidArgument(
                     f"rank {self.mesh.rank} is of stage {self.mesh.own_stage} and takes no samples of its own; call "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ def test_a_worker_tells_a_person_what_it_does_before_torch_is_loaded(
 
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(failpoints, "reach", stop)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)  # it ends the process with the command's exit code
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     with pytest.raises(typer.Exit):

@@ -263,6 +263,23 @@ def test_ranks_evaluate_with_the_statistics_of_rank_0(rank: int, ranks: int) -> 
 
 
 @on_ranks(2)
+def test_ranks_in_other_modes_are_told_before_they_share_statistics(rank: int, ranks: int) -> None:
+    inputs, labels, sizes = samples(ranks)
+    model: Any = made(Normed)
+    parallel = gt.parallelize(model, gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss())
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+    parallel.train(mode=rank == 1)
+    with pytest.raises(SpecMismatch, match="whether they train"):
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    parallel.eval()
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    first = [value.clone() for value in model.backbone[-1].buffers()]
+    for value, expected in zip(model.backbone[-1].buffers(), first, strict=True):
+        parallel.mesh.whole.link.broadcast_from_first(expected)
+        torch.testing.assert_close(value, expected)
+
+
+@on_ranks(2)
 def test_a_frozen_parameter_that_is_trained_later_is_named(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     model: Any = made(Classifier)
