@@ -67,10 +67,10 @@ asked = {'images': [base64.b64encode(open('/models/asked.png', 'rb').read()).dec
 versions, deadline = {}, time.monotonic() + 60
 while len(versions) < $replicas:
     assert time.monotonic() < deadline, f'of $replicas services answer {versions}'
-    for *_, (host, _) in socket.getaddrinfo('serve', 7000, socket.AF_INET, socket.SOCK_STREAM):
-        try:
+    try:  # the name is unknown for a moment where the number of services changes
+        for *_, (host, _) in socket.getaddrinfo('serve', 7000, socket.AF_INET, socket.SOCK_STREAM):
             versions[host] = request_json(f'{host}:7000', 'POST', '/v1/classify', asked)['version']
-        except Unavailable:
-            time.sleep(0.5)
+    except (Unavailable, socket.gaierror):
+        time.sleep(0.5)
 print('services of models that answer, with their versions:', versions)"
 done
