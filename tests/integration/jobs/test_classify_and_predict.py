@@ -429,6 +429,8 @@ def test_a_run_that_saved_nothing_is_not_put_aside_over_one_that_did(images: Pat
             patch.setattr(JobSnapshots, "require", fail)
             train(tmp_path / "run", images, RECIPE, overwrite=True)
         assert (tmp_path / "run.previous" / "report.json").exists()
+    (tmp_path / "larger disk").mkdir()
+    (tmp_path / "run" / "snapshots").symlink_to(tmp_path / "larger disk")
     assert train(tmp_path / "run", images, replace(RECIPE, steps=2), overwrite=True).step == 2
     assert read_report(tmp_path / "run.previous")["steps"] == 1  # type: ignore[index]
 

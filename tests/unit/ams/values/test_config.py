@@ -216,6 +216,11 @@ def test_a_mistake_in_the_environment_is_named_with_its_variable(environ: dict[s
         configuration.load(None, (), environ)
 
 
+def test_an_empty_variable_is_unset_however_it_is_spelt() -> None:
+    empty = {"GEARTRAIN_SERVER_LISTEN": "", "GEARTRAIN_SERVER__LISTEN": ""}
+    assert configuration.load(None, (), empty) == configuration.load(None, (), NO_ENVIRONMENT)
+
+
 def test_a_mistake_in_a_flag_is_named_with_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"flag --num-shards: scheduler.num_shards: 0 is wrong"):
         configuration.load(None, configuration.flags("scheduler", num_shards=0), NO_ENVIRONMENT)
