@@ -51,7 +51,7 @@ class Replicas:
         self._names: list[str] = []
         """Names of the parameters of ``ddp``, in its numbering."""
         self._frozen: dict[str, nn.Parameter] = {}
-        """Whole parameters that DDP does not average, for they had no gradient when it was made."""
+        """Whole parameters that DDP does not average, as they were frozen when it was made; by name."""
         if group.link.world_size == 1:
             return
         parameters = [
@@ -80,8 +80,8 @@ class Replicas:
 
         Raises RankLost, and InvalidArgument for a parameter that nothing would average.
         """
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._frozen.values()):
-            name = next(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        unfrozen = (name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        if torch.is_grad_enabled() and (name := next(unfrozen, None)) is not None:
             raise InvalidArgument(
                 f"parameter {name!r} was frozen when gt.parallelize was called, so its gradient would not be averaged "
                 "over the ranks. Freeze it again; to train it later, keep requires_grad and give it to the optimizer "

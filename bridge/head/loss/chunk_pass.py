@@ -141,9 +141,8 @@ class CompiledPass:
             **_arrays(kept=kept_NB, offsets=batch.offsets(start, len(rows_ND)), common=self._common_D),
         )
         holds = LEAST_SQUARES < squares < torch.inf
-        return torch.tensor(check, device="cpu"), torch.tensor(
-            squares, dtype=torch.float64, device="cpu"
-        ) if holds else None
+        norm = torch.tensor(squares, dtype=torch.float64, device="cpu") if holds else None
+        return torch.tensor(check, device="cpu"), norm
 
 
 def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:

@@ -68,8 +68,7 @@ class StepAgreement:
         return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
     def agree(self, where: str, check: Callable[[], None] = lambda: None) -> None:
-        """Raise on every rank if ``check()`` does on any, or if they are not all at ``where``, one of the
-        points named above."""
+        """Raise on every rank if ``check()`` does on any, or if they are not all at the meeting point ``where``."""
         self.sizes(where, torch.empty(0), check)
 
     def collectives_end(self) -> None:
